@@ -1,7 +1,7 @@
-//! Page state that others can ask for: which pages are out, were written to, or are write-protected.
+//! Page state that can be queried: which pages are out, were written to, or are write-protected.
 //!
-//! `mapfile` publishes it in a memory object that others map, `marks` keeps marks in that object, `writes` notices writes, and
-//! `notify` makes them wait for a client.
+//! The modules: the memory object that publishes it, the marks in it, how writes are detected, and how a client is told of writes
+//! first.
 
 pub mod mapfile;
 pub mod marks;

@@ -1,34 +1,33 @@
 //! Regions: memory under a limit inside one program, without `uzswap run`.
 //!
-//! A region is a pager over one anonymous mapping, with an arena, a pool and a group of its own. Its faults are not messages to a
-//! handler thread but SIGBUS signals to the thread that touched the page, which serves the fault itself and goes on, without a
-//! thread switch. Regions need no privilege, since only faults of the program's own instructions are served.
+//! A region is a pager over one anonymous mapping, with its own arena, pool and group. A fault is not a message to a handler
+//! thread but a SIGBUS to the thread that touched the page. That thread serves the fault itself and goes on, without a thread
+//! switch. Regions need no privilege, since only faults of the program's own instructions are served.
 //!
 //! ```text
 //! access ─ SIGBUS ─ registry: whose address? ─┬ a region's: lock, serve, unlock, return: the access is done again
 //!                                             └ nobody's: the handler that was there before
 //! ```
 //! What a program must know:
-//! - A system call that is given a pointer into a region fails with `EFAULT` where the page is not resident, as the kernel's own
-//!   faults raise no signal. Copy through a buffer outside the region.
-//! - uzswap does not see `madvise`, `mremap`, `munmap` and `mprotect` on a region; they must not be used.
-//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it call a region's
-//!   functions, as a thread that it does not have may hold the lock; nor read a page map, which it does not have either. It may
-//!   drop them, and a [`RegionWatch`], which then does nothing, and make regions of its own.
-//! - Do not call `mlockall` with MCL_CURRENT while there is a region: it fills all address space that uzswap has reserved, 75 GB
-//!   for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Do not lock a region by `mlock`
-//!   either.)
-//! - A region's descriptors must not be closed. If they are (`close_range`), what is out is lost: touching it is SIGBUS, and
-//!   uzswap reports it. (It would read as zeros; a thread, `uzswap-keeper`, prevents that where it may have a descriptor table of
-//!   its own.)
-//! - This module must keep handling SIGBUS, and threads that touch a region must not block it. A program that installs its own
+//! - A system call given a pointer into a region fails with `EFAULT` where the page is not resident, as the kernel's own faults
+//!   raise no signal. Copy through another buffer.
+//! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen, and must not be used.
+//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one raises SIGSEGV. Nor may it call a region's
+//!   functions, as a thread that the child does not have may hold the lock, or use a page map, which it does not have either. It
+//!   may drop regions, and a [`RegionWatch`], which then does nothing, and make regions of its own.
+//! - `mlockall` with MCL_CURRENT must not be called while there is a region: it fills all address space that uzswap has reserved,
+//!   75 GB for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Nor may `mlock` lock a region.)
+//! - A region's descriptors must not be closed. If they are (`close_range`), pages that are out are lost: touching one raises
+//!   SIGBUS, and uzswap says so. (They would read as zeros; the thread `uzswap-keeper` prevents that, where it may have a
+//!   descriptor table of its own.)
+//! - SIGBUS must stay handled by this module, and unblocked in threads that touch a region. A program that installs its own
 //!   handler later must chain to the one it replaces.
 //!
 //! The handler runs with all signals blocked, on the stack of the thread that faulted (alternate stacks are too small for a
 //! decompressor), and may allocate: a thread must not touch a region while inside the allocator.
 //!
 //! With [`Options::track_writes`] a region has a soft-dirty and a write-protected bit for each page, which survive paging
-//! (`marks`). They are exact for the program's own instructions, the only ones that can write to a region.
+//! (`marks`). They are exact for the program's own instructions, and nothing else can write to a region.
 //!
 //! The limit bounds what can be counted exactly without asking the kernel: resident, staged and free frames, and the pool. The
 //! tables come on top (see [`Stats::metadata`]).
@@ -62,8 +61,8 @@ use published::Published;
 pub(crate) use signals::SignalsBlocked;
 use signals::{REGISTRY, install_handler};
 
-/// How many regions a process can have at once. Each takes four of its descriptors (`ulimit -n`): with [`Options::track_writes`]
-/// five, without [`Options::page_map`] one less.
+/// Regions a process can have at once. Each takes four of its descriptors (`ulimit -n`); with [`Options::track_writes`] five,
+/// without [`Options::page_map`] one fewer.
 pub const MOST_REGIONS: usize = 256;
 /// The least limit (bytes): what one batch under way needs, with room to spare.
 pub const LEAST_LIMIT: usize = 8 << 20;
@@ -81,7 +80,7 @@ pub enum Compressor {
 }
 
 impl Compressor {
-    /// Codec and level as a group's page has them.
+    /// Codec and level as a group's page stores them.
     const fn numbers(self) -> (u32, u32) {
         match self {
             Self::Lz4 => (CODEC_LZ4, 0),
@@ -90,14 +89,14 @@ impl Compressor {
         }
     }
 
-    /// The engine's algorithm; `None` when there is no such level.
+    /// The engine's algorithm; `None` if it has no such level.
     pub(crate) fn algorithm(self) -> Option<Algorithm> {
         let (codec, level) = self.numbers();
         algorithm(codec, level)
     }
 }
 
-/// Options for a new region.
+/// How to make a region.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// How many bytes the region's frames and its pool may take together.
@@ -106,20 +105,20 @@ pub struct Options {
     pub compressor: Compressor,
     /// The rule for compacting its frames.
     pub compaction: Compaction,
-    /// The limit does not bound the pool: only for comparisons with the kernel's cgroup v1.
+    /// Keeps the pool from counting against the limit: only for comparisons with the kernel's cgroup v1.
     pub pool_uncharged: bool,
     /// Publishes the state of each page: see [`Region::page_map`].
     pub page_map: bool,
     /// Keeps a soft-dirty and a write-protected bit for each page: see [`Region::take_soft_dirty`] and [`Region::protect`]. Off
-    /// by default: until bits are first cleared it costs little, but a page whose writes are reported comes back by a copy.
+    /// by default: until bits are first cleared it costs little, but a page whose writes are tracked comes back by a copy.
     pub track_writes: bool,
-    /// Works as on a kernel without UFFDIO_MOVE (before 6.8), where this is automatic: to try that out. Has no effect with
+    /// Works as on a kernel without UFFDIO_MOVE (before 6.8), to try that out; such a kernel implies it. Has no effect with
     /// [`Options::track_writes`], which needs the call.
     pub without_move: bool,
 }
 
 impl Options {
-    /// Default options with this limit (bytes).
+    /// Options with this limit (bytes), and defaults otherwise.
     #[must_use]
     pub fn new(limit: usize) -> Self {
         Self {
@@ -134,10 +133,10 @@ impl Options {
     }
 }
 
-/// Why a region could not be made, or watched.
+/// Why a region could not be made or used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// The limit is below [`LEAST_LIMIT`], or the size is zero. (For a size that is too large there is no address space:
+    /// The limit is below [`LEAST_LIMIT`], or the size is zero. (A size that is too large finds no address space:
     /// [`Error::Kernel`].)
     Size,
     /// The compressor has no such level.
@@ -146,7 +145,7 @@ pub enum Error {
     TooMany,
     /// The region was made without [`Options::track_writes`].
     NotTracked,
-    /// The region already has a [`RegionWatch`].
+    /// The region has a [`RegionWatch`] already.
     Watched,
     /// The kernel refused.
     Kernel {
@@ -174,18 +173,18 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Where a region's memory is now; bytes, except the counts.
+/// Where a region's memory is at the moment; in bytes, except the counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// In the region, touched without a fault.
+    /// In the region; touching it raises no fault.
     pub resident: usize,
     /// Out of the region but not compressed yet.
     pub staged: usize,
-    /// Frames kept for the next faults.
+    /// Frames kept free for the next faults.
     pub free: usize,
     /// What the pool takes from the kernel.
     pub pool: usize,
-    /// Bytes of objects in the pool; the rest of what the pool holds is waste.
+    /// Objects in the pool; what the pool holds beyond that is waste.
     pub pool_used: usize,
     /// Pages of the pool that compaction freed (cumulative).
     pub pages_compacted: u64,
@@ -193,21 +192,21 @@ pub struct Stats {
     pub pool_blocks_freed: u64,
     /// Frames of the arena that compaction moved (cumulative).
     pub pages_migrated: u64,
-    /// Uncompressed size of the pages in the pool.
+    /// Pages in the pool, by their uncompressed size.
     pub stored: usize,
-    /// Pages that are all zeros and take no memory.
+    /// Pages that are all zeros and take no room.
     pub zeros: usize,
     /// The tables, which the limit does not bound.
     pub metadata: usize,
     /// What counts against the limit.
     pub charged: usize,
-    /// Faults served.
+    /// Faults served (count).
     pub faults: u64,
-    /// Faults that decompressed.
+    /// Faults that decompressed (count).
     pub major_faults: u64,
-    /// Faults on staged pages.
+    /// Faults on staged pages (count).
     pub staged_faults: u64,
-    /// Faults that had to make room first.
+    /// Faults that had to make room first (count).
     pub direct_reclaims: u64,
     /// How often the limit could not be kept.
     pub over_limit: u64,
@@ -215,8 +214,8 @@ pub struct Stats {
 
 /// Memory under a limit.
 ///
-/// It is zero at first, readable and writable at [`Region::as_mut_ptr`], and goes when the value is dropped. The module's
-/// documentation says what must not be done with it.
+/// It is zero at first, readable and writable at [`Region::as_mut_ptr`], and freed when the value is dropped. See the module for
+/// what must not be done with it.
 #[derive(Debug)]
 pub struct Region {
     base: usize,
@@ -231,15 +230,16 @@ pub struct Region {
     watched: AtomicBool,
     /// The process that made it.
     process: u32,
-    /// Outlives the pager, whose table writes to it (and so does the group): fields are dropped after [`Drop::drop`].
+    /// It outlives the pager, whose table writes to it (and so does the group): fields are dropped after [`Drop::drop`].
     page_map: Option<std::sync::Arc<MapFile>>,
 }
-// SAFETY: the pager is made for many threads (the raw pointer is its owner), and how the memory is used is the caller's affair.
+// SAFETY: the pager is made for many threads (it owns what the raw pointers point to), and access to the memory is the caller's
+// affair.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
-/// What is missing for a region that is too large, whether the kernel was asked or not.
+/// Said of a region that is too large, even for the kernel to be asked.
 const NO_SPACE: &str = "no address space for a region";
 
 fn kernel(what: &'static str) -> impl Fn(Errno) -> Error {
@@ -268,7 +268,7 @@ impl Region {
         group.pool_uncharged.store(u32::from(options.pool_uncharged), Relaxed);
         group.track_writes.store(u32::from(options.track_writes), Relaxed);
         group.magic.store(MAGIC, Release);
-        // From here on, dropping `region` undoes whatever was done.
+        // From here on, dropping the value undoes whatever was done.
         let mut region = Self {
             base: 0,
             len: size,
@@ -288,7 +288,7 @@ impl Region {
 
     fn build(&mut self, options: &Options) -> Result<(), Error> {
         install_handler();
-        // What is most likely refused comes first, and is dropped with this value until there is a pager for it.
+        // What is most likely to be refused comes first. This value owns the descriptor until there is a pager for it.
         let (uffd, without_move) = open_uffd(options)?;
         // SAFETY: just made, and owned by nobody.
         let owned = unsafe { OwnedFd::from_raw_fd(uffd.fd()) };
@@ -313,7 +313,8 @@ impl Region {
         // SAFETY: just made, and freed only in drop.
         let pager: &'static Pager = unsafe { &*self.pager };
         for (at, n) in [(layout.base, layout.end - layout.base), (self.base, self.mapped)] {
-            // SAFETY: advice on our own mappings. No huge pages but those asked for (`huge`), and nothing of it in a forked child.
+            // SAFETY: advice on our own mappings: no huge pages but those asked for (`huge`), and nothing of them in a forked
+            // child.
             unsafe {
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_NOHUGEPAGE);
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTFORK);
@@ -364,7 +365,7 @@ impl Region {
         Ok(())
     }
 
-    /// The first byte (aligned to 64 KiB).
+    /// Address of the first byte, aligned to 64 KiB.
     #[must_use]
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.base as *mut u8
@@ -385,8 +386,8 @@ impl Region {
     /// The memory as a slice.
     ///
     /// # Safety
-    /// Nobody may write to it meanwhile, neither through [`Region::as_mut_ptr`] nor by [`Region::remove`], which turns it into
-    /// zeros. (Paging it out and in changes nothing.) The slice must not be given to a system call.
+    /// Nobody may write to it meanwhile, neither through [`Region::as_mut_ptr`] nor by [`Region::remove`], which makes it zeros.
+    /// (Paging out and in changes nothing.) The slice must not be passed to a system call.
     #[must_use]
     pub unsafe fn as_slice(&self) -> &[u8] {
         // SAFETY: mapped, zero at first, served on access; the rest is the caller's promise.
@@ -396,24 +397,24 @@ impl Region {
     /// The memory as a mutable slice.
     ///
     /// # Safety
-    /// Nobody may use it through [`Region::as_mut_ptr`] meanwhile (the borrow excludes the rest), and the slice must not be given
-    /// to a system call.
+    /// Nobody may use it through [`Region::as_mut_ptr`] meanwhile (the borrow rules out the rest), and the slice must not be
+    /// passed to a system call.
     #[must_use]
     pub unsafe fn as_slice_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above.
         unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
     }
 
-    /// The region's own group: settings and counters. Of the settings, `nodes[0].on_full` may be changed at any time: what
-    /// happens when the limit cannot be kept. [`ON_FULL_KILL`](crate::group::ON_FULL_KILL) ends the process; with any other value
-    /// the region goes on above the limit (no thread waits). [`Region::set_limit`] changes the limit; the other settings stay as
-    /// the region was made.
+    /// The region's own group: settings and counters. Of the settings only `nodes[0].on_full`, what happens when the limit cannot
+    /// be kept, may be changed at any time: [`ON_FULL_KILL`](crate::group::ON_FULL_KILL) ends the process; with any other value
+    /// the region goes on above the limit (no thread waits). [`Region::set_limit`] changes the limit; the others stay as the
+    /// region was made.
     #[must_use]
     pub fn group(&self) -> &GroupPage {
         self.group.page()
     }
 
-    /// The page map: each page's state, readable without a call to the region. None where [`Options::page_map`] is off.
+    /// The page map: each page's state, readable without asking anybody. None where [`Options::page_map`] is off.
     #[must_use]
     pub fn page_map(&self) -> Option<crate::shared::View> {
         // SAFETY: alive until drop.
@@ -421,7 +422,7 @@ impl Region {
         Some(crate::shared::View::of_private(self.page_map.clone()?, markers))
     }
 
-    /// Pages out a range of bytes (widened to pages); returns how many pages left. Other threads may use the memory meanwhile.
+    /// Pages out a range of bytes (widened to pages). Returns the pages that left. Other threads may use the range meanwhile.
     pub fn page_out(&self, range: Range<usize>) -> usize {
         let (from, to) = self.pages_of(&range);
         let _quiet = SignalsBlocked::new();
@@ -429,8 +430,8 @@ impl Region {
         unsafe { &*self.pager }.page_out(from, to)
     }
 
-    /// Pages in what is out of a range of bytes (widened to pages), making room for it; returns how many pages came. Untouched
-    /// pages stay so.
+    /// Pages in a range of bytes (widened to pages), making room for it. Returns the pages that came in. Pages never touched stay
+    /// untouched.
     pub fn page_in(&self, range: Range<usize>) -> usize {
         let (from, to) = self.pages_of(&range);
         let _quiet = SignalsBlocked::new();
@@ -438,8 +439,8 @@ impl Region {
         unsafe { &*self.pager }.page_in(from, to)
     }
 
-    /// Begins to find out which pages are in use: moves all out, uncompressed, so that a thread that touches one takes it back at
-    /// the cost of a fault. Returns how many pages were in memory. Call [`Region::page_out_idle`] some time later.
+    /// Begins to find out which pages are in use: moves all pages out, uncompressed; a thread that touches one gets it back at
+    /// the cost of a fault. Returns the pages that were in memory. Call [`Region::page_out_idle`] some time later.
     pub fn age(&self) -> usize {
         let (from, to) = self.pages_of(&(0..self.len));
         let _quiet = SignalsBlocked::new();
@@ -447,21 +448,21 @@ impl Region {
         unsafe { &*self.pager }.age(from, to)
     }
 
-    /// How many pages were touched since [`Region::age`], or brought in since: an estimate of the working set. (All pages in
-    /// memory, if that was never called.)
+    /// Pages touched since [`Region::age`], or brought in since: an estimate of the working set. (Without `age`, all pages in
+    /// memory.)
     #[must_use]
     pub fn working_set(&self) -> usize {
         self.stats().resident / PAGE
     }
 
-    /// Pages out what was not touched since [`Region::age`]; returns how many pages.
+    /// Pages out what was not touched since [`Region::age`]; returns the pages that left.
     pub fn page_out_idle(&self) -> usize {
         let _quiet = SignalsBlocked::new();
         // SAFETY: alive until drop.
         unsafe { &*self.pager }.page_out_idle()
     }
 
-    /// Drops the contents of the pages that a range of bytes touches: they read as zeros, as if never touched.
+    /// Drops the contents of all pages that a range of bytes overlaps: they read as zeros, as if never touched.
     pub fn remove(&self, range: Range<usize>) {
         let (from, to) = self.pages_of(&range);
         let _quiet = SignalsBlocked::new();
@@ -469,7 +470,7 @@ impl Region {
         unsafe { &*self.pager }.remove(from, to);
     }
 
-    /// The page numbers of a range of bytes of the region.
+    /// Page numbers of a byte range of the region.
     fn pages_of(&self, range: &Range<usize>) -> (u64, u64) {
         let end = range.end.min(self.len);
         let pages = pages_of(&(self.base + range.start.min(end)..self.base + end));
@@ -477,7 +478,7 @@ impl Region {
     }
 
     /// Moves the region's frames together as far as possible. This happens in the background anyway when there is time; call it
-    /// when you know that now is a good moment. Returns how many frames it moved.
+    /// where now is a good time. Returns the frames moved.
     pub fn compact(&self) -> u64 {
         // SAFETY: alive until drop.
         let pager = unsafe { &*self.pager };
@@ -488,12 +489,12 @@ impl Region {
         s.compactor.counters.pgmigrate_success - before
     }
 
-    /// Where the memory is now.
+    /// Where the memory is at the moment.
     #[must_use]
     pub fn stats(&self) -> Stats {
         // SAFETY: alive until drop.
         let pager = unsafe { &*self.pager };
-        // A signal handler of the program's that touched a region while this thread holds the lock would wait forever.
+        // A signal handler that touched a region while this thread holds the lock would wait forever.
         let _quiet = SignalsBlocked::new();
         let s = pager.state.lock();
         let c = pager.counters();
@@ -522,8 +523,8 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if std::process::id() != self.process {
-            // A forked child has neither the threads nor the memory, the page map's included: what is in its place is somebody
-            // else's.
+            // A forked child has neither the threads nor the memory, the page map's included: other memory may be in their
+            // places.
             core::mem::take(&mut self.threads).into_iter().for_each(core::mem::forget);
             core::mem::forget((self.page_map.take(), self.keeper.take()));
             return;
@@ -544,8 +545,8 @@ impl Drop for Region {
             unmap(self.base, self.mapped);
         }
         if !self.pager.is_null() {
-            // SAFETY: made by Box::into_raw; no thread uses it any more: reclaim has ended, and nobody touches the region while
-            // it is dropped.
+            // SAFETY: made by Box::into_raw; no thread uses it any more, as its threads were joined, and nobody touches the
+            // region while it is dropped.
             let pager = unsafe { Box::from_raw(self.pager) };
             let descriptors = [pager.uffd.load(Acquire), pager.files.pagemap.load(Acquire)];
             let layout = pager.layout;
@@ -558,8 +559,8 @@ impl Drop for Region {
     }
 }
 
-/// Opens the userfaultfd for a region; also returns whether pages must do without UFFDIO_MOVE. (Write-protection that pages keep
-/// while they are out needs that call.)
+/// Opens the userfaultfd for a region. Returns it, and whether pages must do without UFFDIO_MOVE. (Write-protection that survives
+/// paging needs that call.)
 fn open_uffd(options: &Options) -> Result<(Uffd, bool), Error> {
     let writes = if options.track_writes { uffd::FEATURE_WRITE_PROTECT } else { 0 };
     let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_POISON | writes;
@@ -575,11 +576,11 @@ fn open_uffd(options: &Options) -> Result<(Uffd, bool), Error> {
 }
 
 fn unmap(at: usize, len: usize) {
-    // SAFETY: callers pass mappings of theirs, to which nothing refers any more.
+    // SAFETY: callers pass mappings of their own to which nobody refers any more.
     let _ = unsafe { sys!(libc::SYS_munmap, at, len) };
 }
 
-/// Maps `len` bytes aligned to a block. (The addresses before and behind stay free for other mappings.)
+/// Maps `len` bytes aligned to a block. (Address space before and behind it is free for other mappings.)
 fn map_aligned(len: usize) -> Result<usize, Errno> {
     let whole = len.checked_add(2 * BLOCK).ok_or(libc::ENOMEM)?;
     let raw = arena::reserve(whole)?;

@@ -1,14 +1,15 @@
-//! The page map as a memory object: written by its owner, mapped read-only by whoever wants to know.
+//! The page map as a memory object: its owner writes it, and anybody who wants to know maps it read-only.
 //!
 //! ```text
 //! page 0: MAGIC │ kind │ base │ pages │ sequence │ limit │ tracking │ doubts │ …      page 1…: a byte a page (uzswap_mm::pagemap)
 //! ```
-//! The object is called [`NAME`], which is how it is found among a process's descriptors. It is sparse: only parts of the
-//! table that were ever written take memory, so a process's whole address space is one object of 2^35 bytes. It is sealed
-//! so that nobody can map it writable later; the owner's mapping is older. A process's is not: pages of the table that are all
-//! zeros go back to the kernel ([`give_back`]), which a seal would forbid. (Who may open it may write to the process as well.)
+//! The object is called [`NAME`], by which it is found among a process's descriptors. It is sparse: only those parts of the table
+//! take memory that were ever written, so one object of 2^35 bytes covers a process's whole address space. It is sealed, so that
+//! nobody can map it writable later; the owner's mapping is older than the seal. A process's map is not sealed against writing,
+//! as a seal would forbid giving back pages of the table that are all zeros ([`give_back`]). (Whoever may open it may write to
+//! the process as well.)
 //!
-//! Made with plain system calls, as the agent's threads must.
+//! It is made with plain system calls, as the agent's threads must do.
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -17,26 +18,26 @@ use uzswap_mm::pagetable::STRETCH_PAGES;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{sys, thread};
 
-/// The first word.
+/// First word of the object.
 pub const MAGIC: u64 = 0x757a_6d61_7000_0001;
-/// The object's name.
+/// Name of the object.
 pub const NAME: &CStr = c"uzswap-pagemap";
 /// Bytes before the table.
 pub const HEAD: usize = 4096;
 
-/// What a map is of.
+/// What a map describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Kind {
-    /// A shared region: its pages by number, the same for every mapping.
+    /// A shared region: pages by number, with the same state for every mapping.
     Shared = 1,
-    /// One mapping of a shared region: the bits that are its own.
+    /// One mapping of a shared region: the bits that belong to the mapping.
     Markers = 2,
-    /// A region of the library: `base` is its address.
+    /// A region of the library, whose address is `base`.
     Region = 3,
     /// A process under `uzswap run`: pages by address.
     Process = 4,
-    /// The same process: the pages that were soft-dirty when its bits were last cleared.
+    /// A process: the pages that were soft-dirty when its bits were last cleared.
     Cleared = 5,
 }
 
@@ -56,18 +57,18 @@ const LIMIT: usize = 5;
 const TRACKING: usize = 6;
 const DOUBTS: usize = 7;
 
-/// A map, mapped.
+/// A page map that is mapped here.
 #[derive(Debug)]
 pub struct MapFile {
     at: usize,
     len: usize,
     fd: i32,
-    /// Pages, and what it is of: as they were when it was mapped. What is in the object another process may change.
+    /// Number of pages and kind, as read when the map was mapped. Another process may change what the object says.
     pages: u64,
     kind: Option<Kind>,
-    /// Whether it is this process's own: another's can only be read.
+    /// Whether this process made it; another process's map can only be read.
     own: bool,
-    /// The process that mapped it. A forked child has not its own (`MADV_DONTFORK`).
+    /// The process that mapped it. A forked child does not inherit the mapping of its own map (`MADV_DONTFORK`).
     process: i32,
 }
 
@@ -113,10 +114,10 @@ impl MapFile {
         Ok(map)
     }
 
-    /// Maps somebody's map to read it; takes the descriptor, which stays open.
+    /// Maps another process's map for reading. Takes ownership of the descriptor and keeps it open.
     ///
     /// # Errors
-    /// `EINVAL`: it is none. The kernel's.
+    /// `EINVAL`: it is not a page map. Otherwise the kernel's.
     pub fn open(fd: i32) -> Result<Self, Errno> {
         let mut stat = [0u64; 32];
         // SAFETY: `struct stat` has 144 bytes.
@@ -139,7 +140,7 @@ impl MapFile {
         let mut map = Self { at, len, fd, pages: 0, kind: None, own: false, process: thread::getpid() };
         map.pages = map.head()[PAGES].load(Relaxed);
         map.kind = Kind::of(map.head()[KIND].load(Relaxed));
-        // Its size cannot shrink below what it says, or reading would be SIGBUS.
+        // The seal keeps the object from shrinking below what it says, which would make reading raise SIGBUS.
         // SAFETY: no memory is involved.
         let seals = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GET_SEALS) }.unwrap_or(0);
         let shrinks = seals & libc::F_SEAL_SHRINK as usize == 0;
@@ -161,31 +162,31 @@ impl MapFile {
         unsafe { core::slice::from_raw_parts((self.at + HEAD) as *const AtomicU64, words) }
     }
 
-    /// The map itself.
+    /// The map, for reading.
     #[must_use]
     pub fn map(&self) -> PageMap<'_> {
         PageMap::new(&self.head()[SEQUENCE], self.words(), self.pages)
     }
 
-    /// The map, to be written.
+    /// The map, for writing.
     ///
     /// # Panics
-    /// When it is another process's.
+    /// When it belongs to another process.
     #[must_use]
     pub(crate) fn writer(&self) -> PageMapWriter<'_> {
         PageMapWriter::new(&self.own_head()[SEQUENCE], self.words(), self.pages)
     }
 
-    /// The head, to be written.
+    /// The head, for writing.
     fn own_head(&self) -> &[AtomicU64] {
         assert!(self.own, "another process's map cannot be written");
         self.head()
     }
 
-    /// The map, to be written, for a table that lives as long as this.
+    /// The map, for writing by a table that lives as long as this.
     ///
     /// # Safety
-    /// It must not be used after this is dropped.
+    /// The result must not be used after this is dropped.
     #[must_use]
     pub(crate) unsafe fn writer_unbound(&self) -> PageMapWriter<'static> {
         // SAFETY: the caller promises the lifetime.
@@ -197,52 +198,52 @@ impl MapFile {
         self.at + HEAD
     }
 
-    /// The descriptor.
+    /// The descriptor of the object.
     #[must_use]
     pub fn fd(&self) -> i32 {
         self.fd
     }
-    /// Pages.
+    /// Number of pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages
     }
-    /// What it is of.
+    /// What it describes.
     #[must_use]
     pub fn kind(&self) -> Option<Kind> {
         self.kind
     }
-    /// The address of its first page.
+    /// Address of the first page.
     #[must_use]
     pub fn base(&self) -> usize {
         self.head()[BASE].load(Relaxed) as usize
     }
-    /// The limit under which the memory is, in bytes.
+    /// The limit that the memory is under (bytes).
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.head()[LIMIT].load(Relaxed)
     }
-    /// Says that the memory is under another limit now, of so many bytes. (For whoever has it mapped to write.)
+    /// Publishes another limit (bytes). For whoever has the map mapped writable.
     pub(crate) fn set_limit(&self, bytes: u64) {
         self.head()[LIMIT].store(bytes, Relaxed);
     }
-    /// Whether soft-dirty bits say anything: in [`Kind::Markers`] not before they are first cleared (every page counts as
-    /// written), in [`Kind::Process`] where they are kept. (There what counts as written is marked.)
+    /// Whether soft-dirty bits are meaningful: in [`Kind::Markers`] once they were first cleared (before that every page counts
+    /// as written), in [`Kind::Process`] where they are kept. (There, written pages are marked.)
     #[must_use]
     pub fn tracking(&self) -> bool {
         self.head()[TRACKING].load(Acquire) != 0
     }
-    /// Sets that, in a map of this process.
+    /// Sets [`MapFile::tracking`], in a map of this process.
     pub(crate) fn set_tracking(&self, on: bool) {
         self.own_head()[TRACKING].store(u64::from(on), Release);
     }
-    /// Ranges of which it is open whether their contents were just removed: while there are any the owner is asked before the map is
-    /// believed. (In [`Kind::Shared`] only.)
+    /// Number of ranges whose contents may just have been removed. While there are any, ask the owner before believing the map.
+    /// (In [`Kind::Shared`] only.)
     #[must_use]
     pub fn doubts(&self) -> u64 {
         self.head()[DOUBTS].load(Acquire)
     }
-    /// Sets that, in a map of this process.
+    /// Sets [`MapFile::doubts`], in a map of this process.
     pub(crate) fn set_doubts(&self, n: u64) {
         self.own_head()[DOUBTS].store(n, Release);
     }
@@ -267,7 +268,7 @@ impl MapFile {
         ranges
     }
 
-    /// Bytes of memory that the table takes.
+    /// Memory that the table takes (bytes).
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         let mut stat = [0u64; 32];
@@ -279,24 +280,24 @@ impl MapFile {
     }
 }
 
-/// Bytes of a table that go back to the kernel at a time: a page.
+/// Bytes of a table given back to the kernel at a time: a page.
 const PIECE: usize = 4096;
 const _: () = assert!(PIECE as u64 == STRETCH_PAGES);
 
-/// Gives a page of a table's memory back to the kernel, its `n`-th: that of `n`-th [`STRETCH_PAGES`], which must be all zeros. `table`
-/// is where its owner's mapping begins.
+/// Gives the `n`-th page of a table's memory back to the kernel. It describes the `n`-th [`STRETCH_PAGES`] pages, and must be all
+/// zeros. `table` is the address of the table in its owner's mapping.
 ///
-/// The story: V8 maps its heap in pieces of 256 KiB at ever new addresses. Each took a page of the table for good: half a megabyte a second,
-/// of shared memory that no limit counts.
+/// The story: V8 maps its heap in pieces of 256 KiB at ever new addresses. Each took a page of the table for good: half a
+/// megabyte a second of shared memory that no limit counts.
 ///
 /// # Safety
-/// `table` is that of a map that is mapped, and writable; nobody writes to it meanwhile.
+/// `table` belongs to a map that is mapped writable, and nobody writes to it meanwhile.
 pub(crate) unsafe fn give_back(table: usize, n: u64) {
-    // SAFETY: as the caller promises. Where it is refused (the program locks its memory) the page stays.
+    // SAFETY: the caller promises it. If the kernel refuses (the program locks its memory) the page stays.
     let _ = unsafe { sys!(libc::SYS_madvise, table + n as usize * PIECE, PIECE, libc::MADV_REMOVE) };
 }
 
-/// The story: a forked child dropped the page map of its parent's region, and unmapped what it had of its own in that place.
+/// The story: a forked child dropped the page map of its parent's region, and unmapped memory of its own at that address.
 impl Drop for MapFile {
     fn drop(&mut self) {
         if !self.own || self.process == thread::getpid() {
@@ -357,13 +358,13 @@ mod tests {
         // SAFETY: a child of ours.
         unsafe { libc::waitpid(child, &raw mut status, 0) };
         assert_eq!(status, 0);
-        // Here it is what it was.
+        // Here the map is unchanged.
         map.writer().set(7, PageState(PRESENT));
         assert_eq!(map.map().get(7), PageState(PRESENT));
     }
 
-    /// The story: the number of pages was read anew for each look, from memory that its owner can write to, and led whoever looks at a
-    /// process of another user out of the mapping.
+    /// The story: the number of pages was read at each look from memory that the map's owner can write to. That could lead a
+    /// process of another user, which looks at the map, out of its mapping.
     #[test]
     fn what_the_owner_says_of_its_size_later_changes_nothing() {
         let owner = MapFile::create(Kind::Process, 0, 4096, 5).unwrap();
@@ -383,7 +384,7 @@ mod tests {
     fn what_is_forgotten_takes_no_memory_in_the_map() {
         let p = crate::testing::pager(16 << 20);
         let map = MapFile::create(Kind::Process, 0, ADDRESS_SPACE_PAGES, 5).unwrap();
-        // (Read by a system call: to touch a page of the mapping would make it.)
+        // Read by a system call, as touching a page of the mapping would create it.
         let said = |vpn: u64| {
             let mut byte = [0xff];
             assert_eq!(raw::pread(map.fd(), &mut byte, HEAD as u64 + vpn), Ok(1));
@@ -394,7 +395,7 @@ mod tests {
         s.pt.publish(unsafe { map.writer_unbound() }, 0);
         s.pt.note_emptied();
         s.page_map = Some(map.table());
-        // A page that stays, and pieces of 256 KiB all over the place that come and go.
+        // One page that stays, and pieces of 256 KiB at scattered addresses that come and go.
         s.pt.set(77, Pte::new(Tag::Zero, 0));
         s.zeros += 1;
         let before = map.metadata_bytes();

@@ -1,5 +1,5 @@
-//! Soft-dirty and write-protected pages of private memory: a byte for each page beside the page map, where a region was
-//! made to keep them.
+//! Soft-dirty and write-protected pages of private memory: a byte for each page, beside the page map, in regions made to track
+//! writes.
 //!
 //! ```text
 //! marker            a resident page is      a write
@@ -7,15 +7,15 @@
 //! clean (tracked)   write-protected         sets soft-dirty, the page is writable again
 //! protected         write-protected         is told, and waits until the page is unprotected
 //! ```
-//! What the kernel keeps of write-protection goes with the PTE, so it is lost when a page leaves; the markers are what
-//! counts. Paging out does not touch them. A page that comes back and is not plain is *copied* in, write-protected by the
-//! same call: MOVE maps it writable, and between MOVE and protecting it another thread could write unseen.
+//! The kernel keeps write-protection in the PTE, so it is lost when a page leaves; the markers are what counts. Paging out leaves
+//! them alone. A page that comes back and is not plain is *copied* in, write-protected by the same call: MOVE would map it
+//! writable, and another thread could write unseen before it is protected.
 //!
-//! Why no write is missed: bits are cleared and set, pages protected and brought, under the pager's lock. To clear, a page is
-//! protected first: a write before that is one of a page whose bit is set, and so reported; one after it faults, waits for the
-//! lock, and sets the bit anew.
+//! Why no write is missed: bits are cleared and set, and pages protected and brought in, under the pager's lock. Clearing a bit
+//! first protects the page. A write before that is to a page whose bit is set, and so is reported; a write after it faults, waits
+//! for the lock, and sets the bit again.
 //!
-//! Written under the pager's lock only. Lock order: that lock, then the queue's.
+//! The markers are written under the pager's lock only. Lock order: that lock, then the queue's.
 
 use crate::frames::arena::PAGE;
 use crate::page_state::mapfile::{Kind, MapFile};
@@ -30,24 +30,24 @@ use uzswap_mm::pagetable::Tag;
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::Errno;
 
-/// What the marker of a page says.
+/// The marker of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Marker {
-    /// Writes concern nobody.
+    /// Nobody tracks writes.
     Plain,
-    /// The first write is to be noted.
+    /// The first write must be noted.
     Clean,
-    /// Writes are told first.
+    /// Writes are reported before they are done.
     Protected,
 }
 
-/// What is to be done about a write fault.
+/// What to do about a write fault.
 pub(crate) enum Write {
-    /// The page is to be brought.
+    /// Bring the page in.
     Missing,
-    /// The page may be written now: the access is done again.
+    /// The page may be written now: repeat the access.
     Allowed,
-    /// The thread waits (see [`Marks::wait`]), then does its access again.
+    /// The thread waits (see [`Marks::wait`]), then repeats its access.
     Waits(u32),
 }
 
@@ -56,16 +56,16 @@ pub struct Marks {
     map: Arc<MapFile>,
     /// Number of the region's first page.
     first: u64,
-    /// Protected pages that somebody waits to write to, and who asks has not been told of.
+    /// Protected pages that threads wait to write to, and that the client was not told of yet.
     queue: Lock<VecDeque<u64>>,
-    /// Bumped when a page comes to the queue (a futex word).
+    /// Incremented when a page enters the queue (a futex word).
     news: AtomicU32,
-    /// Bumped when pages are unprotected (a futex word).
+    /// Incremented when pages are unprotected (a futex word).
     freed: AtomicU32,
 }
 
 impl Marks {
-    /// Markers of `pages` pages from the address `base` on: nothing is protected, everything counts as written.
+    /// Makes markers for `pages` pages from address `base` on. Nothing is protected, and everything counts as written.
     ///
     /// # Errors
     /// The kernel's.
@@ -79,7 +79,7 @@ impl Marks {
         })
     }
 
-    /// The memory object they are in.
+    /// The memory object that holds them.
     pub(crate) fn file(&self) -> Arc<MapFile> {
         self.map.clone()
     }
@@ -99,26 +99,26 @@ impl Marks {
         self.map.writer().change(vpn - self.first, set, clear);
     }
 
-    /// Whether a page is to be mapped write-protected.
+    /// Whether a page must be mapped write-protected.
     pub(crate) fn protects(&self, vpn: u64) -> bool {
         self.marker(vpn) != Marker::Plain
     }
 
-    /// How many pages from `vpn` on, of `n`, are to be mapped in the same way, and whether that is write-protected.
+    /// How many of the `n` pages from `vpn` on are mapped alike, and whether that is write-protected.
     fn alike(&self, vpn: u64, n: usize) -> (usize, bool) {
         let first = self.protects(vpn);
         ((1..n).find(|i| self.protects(vpn + *i as u64) != first).unwrap_or(n), first)
     }
 
-    /// Waits until pages are unprotected after `seen`. In the thread that wants to write.
+    /// In the thread that wants to write: waits until pages are unprotected after `seen`.
     pub(crate) fn wait(&self, seen: u32) {
         lock::futex_wait(&self.freed, seen, None, false);
     }
 
-    /// The next page that somebody waits to write to, by address; None when none came for `timeout_ns`.
+    /// The address of the next page that a thread waits to write to; None if none came within `timeout_ns`.
     ///
-    /// The story: a signal came while this thread had the queue's lock, and its handler touched the region, for which it needs the pager's.
-    /// That a writer had, who waited for the queue's: all of them hung.
+    /// The story: a signal came while this thread held the queue's lock, and its handler touched the region, for which it needed
+    /// the pager's. A writer held that one and waited for the queue's, so all threads hung.
     pub(crate) fn next_write(&self, timeout_ns: u64) -> Option<usize> {
         let end = uzswap_sys::thread::now_ns().saturating_add(timeout_ns);
         loop {
@@ -158,10 +158,10 @@ impl Pager {
                 lock::futex_wake(&marks.news, u32::MAX >> 1, false);
                 return Write::Waits(seen);
             }
-            // It comes protected, and the access is done again.
+            // The page comes in protected, and the access is repeated.
             Marker::Protected => return Write::Missing,
         }
-        // (What is missing comes writable now. If the kernel does not unprotect it the access faults again.)
+        // A missing page comes in writable now. If the kernel does not unprotect a resident one, the access faults again.
         match resident {
             true => {
                 let _ = self.write_protect(vpn, vpn + 1, false);
@@ -180,7 +180,7 @@ impl Pager {
         }
     }
 
-    /// Clears the soft-dirty bits of `[from, to)` and returns the pages, counted from the region's first, whose bit was set.
+    /// Clears the soft-dirty bits of `[from, to)`. Returns the pages whose bit was set, counted from the region's first.
     ///
     /// # Errors
     /// The kernel's; no bit has changed.
@@ -190,7 +190,7 @@ impl Pager {
         let map = marks.map.map();
         let known = |vpn: &u64| s.pt.get(*vpn).tag() != Tag::None;
         if !marks.map.tracking() {
-            // Until now everything counted as written. (What nobody has touched was not, and is noted when it is.)
+            // Until now everything counted as written. (A page that nobody has touched was not written, and is noted when it is.)
             (marks.first..marks.first + map.pages()).filter(known).for_each(|vpn| marks.change(vpn, SOFT_DIRTY, 0));
             marks.map.set_tracking(true);
         }
@@ -200,18 +200,18 @@ impl Pager {
         Ok(dirty)
     }
 
-    /// Write-protects `[from, to)`: who writes there waits.
+    /// Write-protects `[from, to)`: threads that write there wait.
     ///
     /// # Errors
-    /// The kernel's; pages not out may be writable.
+    /// The kernel's; pages that are resident may then be writable.
     pub(crate) fn protect(&self, marks: &Marks, from: u64, to: u64) -> Result<(), Errno> {
         let _s = self.state.lock();
-        // The marker first: a write that faults from now on is told.
+        // The marker comes first: a write that faults from now on is reported.
         (from..to).for_each(|vpn| marks.change(vpn, WRITE_PROTECTED, 0));
         self.write_protect(from, to, true)
     }
 
-    /// Ends that and lets writers go on.
+    /// Ends write-protection and lets the writers go on.
     ///
     /// # Errors
     /// The kernel's.
@@ -220,7 +220,7 @@ impl Pager {
         self.set_free(marks, from, to, |state| PageState(state.0 & !WRITE_PROTECTED))
     }
 
-    /// The contents of `[from, to)` are dropped, and with them what their markers said. With the lock held.
+    /// Drops the markers of `[from, to)`, whose contents are dropped. The caller holds the lock.
     pub(crate) fn forget_marks(&self, from: u64, to: u64) {
         if let Some(marks) = &self.marks {
             let _ = self.set_free(marks, from, to, |_| PageState(0));

@@ -1,26 +1,26 @@
-//! Write-protect notification: a client outside the process (a snapshot, a live migration) has pages of a program under
-//! `uzswap run --track-writes` protected. Who writes to one waits, the client is told of it, and the writer goes on when
-//! the client releases the page.
+//! Write-protect notification: a client outside the process (a snapshot, a live migration) has pages of a program under `uzswap
+//! run --track-writes` protected. A thread that writes to one waits, the client is told, and the thread goes on when the client
+//! releases the page.
 //!
 //! ```text
 //! client: takes `holder` ─ asks PROTECT ─▶ told a page ─ reads it ─ asks RELEASE ─▶ … ─ gives `holder` up, or ends
 //! member:                   bits set,       ▲                        bits cleared,       all bits cleared,
 //!                           pages protected │ a write: it waits      writers woken       all writers woken
 //! ```
-//! A protected page has a bit beside its entry of the page table, as a clean one has (`writes`, where it is said how pages
-//! leave and come back with their protection): paging does not touch it, `mremap` takes it along, dropping the contents ends
-//! it. Memory that was never touched when it was to be protected is not: it holds zeros.
+//! A protected page has a bit beside its entry in the page table, as a clean one has (`writes` says how pages leave and come back
+//! with their protection). Paging leaves the bit alone, `mremap` takes it along, and dropping the contents ends it. Memory that
+//! was never touched when it was to be protected is not protected: it holds zeros.
 //!
 //! # fork
-//! A child's memory is its own, and nothing of it is protected: the client never asked for it. (Soft-dirty bits go on.)
+//! A child's memory is its own, and nothing of it is protected, as the client never asked for that. (Soft-dirty bits go on.)
 //!
 //! # Who may be killed when
-//! *The client*: whoever holds the protection is named by pid and start time, and the member's reclaim thread looks, every
-//! [`LOOK_NS`] while pages are protected, whether that process is there and still wants it. If not all is released. *The
-//! member*: the client sees that the slot has another owner, or that [`WriteWatch::serving`] is nobody: so after exec.
+//! *The client*: pid and start time name the process that holds the protection. While pages are protected, the member's reclaim
+//! thread checks every [`LOOK_NS`] whether that process is alive and still wants it; if not, everything is released. *The
+//! member*: the client sees that the slot has another owner, or that [`WriteWatch::serving`] is 0, as after exec.
 //!
-//! What is told goes through a ring of the slot with one writer (the member, with the pager's lock) and one reader. What finds
-//! it full waits in the member for the next look. A page is told once, until it is released or was protected anew.
+//! Pages are reported through a ring in the slot with one writer (the member, with the pager's lock) and one reader. A page that
+//! finds the ring full waits in the member for the next look. A page is reported once, until it is released or protected anew.
 
 use crate::fault::EventPending;
 use crate::frames::arena::PAGE;
@@ -33,31 +33,31 @@ use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, thread};
 
-/// Pages that can be told and not taken yet.
+/// Pages that can be reported and not yet taken.
 pub const TOLD: usize = 32;
-/// Between two looks whether the client is still there (nanoseconds).
+/// Time between two checks whether the client is still there (nanoseconds).
 pub const LOOK_NS: u64 = 50_000_000;
 
-/// A slot's part in it.
+/// The part of the watch that lies in a slot.
 #[repr(C)]
 #[derive(Default)]
 pub struct WriteWatch {
-    /// The client; when it gives it up the member is to be woken.
+    /// The client. When it gives the hold up it must wake the member.
     pub holder: Holder,
     /// The client for which the member protects pages, as `Identity::raw`; 0: none.
     pub serving: AtomicU64,
-    /// Bumped when a page is told (a futex word).
+    /// Incremented when a page is reported (a futex word).
     pub news: AtomicU32,
-    /// Pages told so far (wrapping). The member's.
+    /// Pages reported so far (wrapping). Written by the member.
     pub head: AtomicU32,
-    /// Pages taken so far (wrapping). The client's.
+    /// Pages taken so far (wrapping). Written by the client.
     pub tail: AtomicU32,
-    /// The pages.
+    /// The reported pages.
     pub told: [AtomicU64; TOLD],
 }
 
 impl WriteWatch {
-    /// The next page told, if there is one. For the client.
+    /// For the client: takes the next reported page, if there is one.
     pub fn next(&self) -> Option<u64> {
         let tail = self.tail.load(Relaxed);
         if tail == self.head.load(Acquire) {
@@ -76,7 +76,7 @@ impl WriteWatch {
         lock::futex_wake(&self.news, u32::MAX >> 1, true);
     }
 
-    /// Room for one more. (What a client writes to `tail` harms itself only.)
+    /// Whether the ring has room for one more page. (A client that writes nonsense to `tail` harms only itself.)
     fn has_room(&self) -> bool {
         let (head, tail) = (self.head.load(Relaxed), self.tail.load(Acquire));
         (head.wrapping_sub(tail) as usize) < TOLD
@@ -89,24 +89,24 @@ impl WriteWatch {
     }
 }
 
-/// What a process knows of the pages it protects. There while any is.
+/// What a process knows about the pages it protects. Exists while any is protected.
 pub struct Notified {
     /// The client.
     holder: Identity,
-    /// Pages that somebody waits to write to.
+    /// Pages that threads wait to write to.
     waiting: BTreeSet<u64>,
-    /// Those of them that the client was not told of, for want of room.
+    /// Those of them that the client was not told of, for want of room in the ring.
     untold: VecDeque<u64>,
-    /// When it is looked again whether the client is there (monotonic nanoseconds).
+    /// When to check again whether the client is there (monotonic nanoseconds).
     look_at: u64,
 }
 
 impl Pager {
-    /// Protects the pages `[from, to)` that are known, which one leaf of the table covers, for the client `holder`. (What
-    /// cannot be protected can be written to unseen.)
+    /// Protects the known pages of `[from, to)`, which one leaf of the table covers, for the client `holder`. (A page that cannot
+    /// be protected can be written to unseen.)
     ///
     /// # Errors
-    /// [`EventPending`]: not all that can be are.
+    /// [`EventPending`]: some pages that could be protected are not.
     pub(crate) fn protect_pages(
         &self,
         s: &mut State,
@@ -123,7 +123,7 @@ impl Pager {
         })
     }
 
-    /// Ends the protection of the pages `[from, to)` and lets who waits to write to them go on; returns how many were
+    /// Ends the protection of the pages `[from, to)` and lets threads go on that wait to write to them. Returns how many were
     /// protected.
     pub(crate) fn release_pages(&self, s: &mut State, from: u64, to: u64) -> usize {
         let (mut at, mut released) = (from, 0);
@@ -136,25 +136,26 @@ impl Pager {
         }
         let Some(n) = &mut s.notified else { return released };
         n.untold.retain(|vpn| !(from..to).contains(vpn));
-        // (They try again; what is clean still faults once more, and is soft-dirty then.)
+        // Those threads try again. A clean page faults once more, and is soft-dirty then.
         for vpn in n.waiting.extract_if(from..to, |_| true) {
             self.uffd().wake(vpn as usize * PAGE, PAGE);
         }
         released
     }
 
-    /// Ends what the kernel has of the protection of resident pages that count as written to anyway: a fault less for each.
+    /// Removes the kernel's protection from resident pages that count as written anyway; it saves a fault for each.
     fn unprotect_dirty(&self, s: &State, from: u64, to: u64) {
         let ends = |vpn: u64| s.pt.get(vpn).tag() == Tag::Resident && !(s.tracking && s.pt.is_clean(vpn));
         let mut at = from;
         while let Some(start) = (at..to).find(|vpn| ends(*vpn)) {
             at = (start..to).find(|vpn| !ends(*vpn)).unwrap_or(to);
-            // (Where it fails a write faults, and is let on then.)
+            // If it fails a write faults, and is allowed then.
             let _ = self.uffd().write_protect(start as usize * PAGE, (at - start) as usize * PAGE, false);
         }
     }
 
-    /// Somebody wants to write to a protected page: the client is told, and the writer waits. False: nothing is protected.
+    /// A thread wants to write to a protected page: tells the client, and makes the writer wait. Returns false if nothing is
+    /// protected.
     pub(crate) fn tell_write(&self, s: &mut State, vpn: u64) -> bool {
         let Some(n) = &mut s.notified else { return false };
         if n.waiting.insert(vpn) {
@@ -178,14 +179,14 @@ impl Pager {
         }
     }
 
-    /// Pages are protected for the client `holder` from now on; those of another one before it are released.
+    /// Pages are protected for the client `holder` from now on; those of an earlier client are released.
     fn serve_client(&self, s: &mut State, holder: Identity) {
         if s.notified.as_ref().is_some_and(|n| n.holder == holder) {
             return;
         }
         self.end_protection(s);
         let watch = &self.me().watch;
-        // (The client waits for the answer to its request, and takes nothing meanwhile.)
+        // The client waits for the answer to its request, and takes nothing meanwhile.
         watch.head.store(0, Relaxed);
         watch.tail.store(0, Relaxed);
         let look_at = thread::now_ns() + LOOK_NS;
@@ -195,7 +196,7 @@ impl Pager {
         watch.serving.store(holder.raw(), Release);
     }
 
-    /// Nothing is protected any more, and nobody waits.
+    /// Ends all protection, and lets all writers go on.
     pub(crate) fn end_protection(&self, s: &mut State) {
         if s.notified.is_some() {
             self.release_pages(s, 0, ADDRESS_SPACE_PAGES);
@@ -205,8 +206,8 @@ impl Pager {
         }
     }
 
-    /// Looks whether the client is still there, and tells it what found no room; how long until the next look (nanoseconds).
-    /// None: nothing is protected. For the reclaim thread.
+    /// For the reclaim thread: checks whether the client is still there, and reports pages that found no room. Returns the time
+    /// until the next check (nanoseconds); None if nothing is protected.
     pub(crate) fn look_after_client(&self) -> Option<u64> {
         if !self.notifies.load(Acquire) {
             return None;
@@ -226,7 +227,7 @@ impl Pager {
         Some(n.look_at - now)
     }
 
-    /// What was at `[start, end)` (bytes) is gone or elsewhere: who waits there looks again.
+    /// The contents of `[start, end)` (bytes) are gone or elsewhere: threads that wait there try again.
     pub(crate) fn wake_waiting(&self, s: &mut State, start: usize, end: usize) {
         if let Some(n) = &mut s.notified {
             let (from, to) = ((start / PAGE) as u64, end.div_ceil(PAGE) as u64);
@@ -237,7 +238,7 @@ impl Pager {
         }
     }
 
-    /// In a forked child: see the head of this file.
+    /// In a forked child nothing is protected: see the head of this file.
     pub(crate) fn inherit_unprotected(&self, s: &mut State) {
         s.notified = None;
         self.notifies.store(false, Relaxed);

@@ -1,10 +1,10 @@
-//! Which pages a program under `uzswap run` has written to (`--track-writes`): soft-dirty bits that stay with a page
+//! Tracks which pages a program under `uzswap run` has written to (`--track-writes`), by soft-dirty bits that stay with a page
 //! wherever it goes.
 //!
-//! Memory is registered for write-protection too. A page that was not written to since the bits were last cleared is
-//! *clean*: a bit beside its entry of the page table, which paging out and in does not touch, `mremap` takes along, a
-//! forked child inherits with the table, and unmapping ends with the entry. All other pages that are known are soft-dirty;
-//! before the bits are first cleared that is all of them.
+//! Memory is registered for write-protection too. A page that was not written to since the bits were last cleared is *clean*: it
+//! has a bit beside its entry in the page table. Paging leaves that bit alone, `mremap` takes it along, a forked child inherits
+//! it with the table, and unmapping ends it with the entry. All other known pages are soft-dirty; before the bits are first
+//! cleared, that is all of them.
 //!
 //! ```text
 //! clean, in the program: write-protected ── a write ──▶ told to the handler: soft-dirty, writable, the write is done
@@ -13,17 +13,17 @@
 //! never touched         ── as a clean page; its neighbours are not brought along
 //! ```
 //! # Why no write is missed
-//! A clean page in the program is write-protected, always: bits change and pages come under the pager's lock only. To clear
-//! a bit the page is protected first: what was written before belongs to the time before, what is written after waits for
-//! the handler, which needs the lock. To page out is atomic, and who writes to a clean page meanwhile waits for the handler
-//! too, which finds the page out and brings it as written to. What comes in clean is copied, not moved: MOVE maps writable,
-//! and another thread could write before the page is protected. (The frame is left behind and is used for the next page.)
+//! A clean page in the program is always write-protected, as bits change and pages come in only under the pager's lock. Clearing
+//! a bit first protects the page: a write before that belongs to the time before, and a write after it waits for the handler,
+//! which needs the lock. Paging out is atomic, and a thread that writes to a clean page meanwhile waits for the handler too,
+//! which finds the page out and brings it in as written to. A clean page comes in by a copy, not by MOVE, which would map it
+//! writable: another thread could write before the page is protected. (The frame stays behind, and is used for the next page.)
 //!
-//! The kernel keeps protection when memory is moved by mremap, but not in a forked child: there it is made anew before the
-//! child runs. Un-sharing after fork must not count as writing: see [`Pager::unshare_unwritten`].
+//! The kernel keeps the protection when mremap moves memory, but not in a forked child, where it is renewed before the child
+//! runs. Un-sharing after fork must not count as writing: see [`Pager::unshare_unwritten`].
 //!
-//! What the kernel tells of an event that is unread it answers by EAGAIN: the bit is put back, as the page may be another by
-//! then, and the fault is served after the event.
+//! The kernel answers EAGAIN while an event is unread. Then the bit is put back, as the page may be another one by then, and the
+//! fault is served after the event.
 
 use crate::discover::without;
 use crate::fault::{EventPending, Request};
@@ -41,7 +41,7 @@ use uzswap_sys::{pagemap, thread};
 const UNSHARE_PAGES: usize = 64;
 
 impl State {
-    /// What overlaps with a range of bytes and is never to be protected: control blocks, and what is another userfaultfd's.
+    /// The parts of a byte range that are never protected: control blocks, and memory of another userfaultfd.
     pub(crate) fn never_protected(&self, start: usize, end: usize) -> Vec<(usize, usize)> {
         self.pinned.iter().chain(&self.ceded).filter(|(a, b)| *a < end && start < *b).copied().collect()
     }
@@ -56,12 +56,12 @@ impl Pager {
         }
     }
 
-    /// Whether any page is to come in write-protected.
+    /// Whether any page may have to come in write-protected.
     pub(crate) fn protects_some(&self, s: &State) -> bool {
         s.protects() || self.marks.is_some()
     }
 
-    /// Whether a page is to come in write-protected.
+    /// Whether a page must come in write-protected.
     fn protects(&self, s: &State, vpn: u64) -> bool {
         match &self.marks {
             Some(marks) => marks.protects(vpn),
@@ -69,8 +69,8 @@ impl Pager {
         }
     }
 
-    /// Splits `n` pages into runs to be mapped in the same way: `put(first, pages, protect)` does it, and says how many bytes
-    /// it did when it fails, which ends it.
+    /// Splits `n` pages into runs that are mapped alike, and calls `put(first, pages, protect)` for each. If that fails, with the
+    /// number of bytes it did, this stops there.
     pub(crate) fn by_runs(
         &self,
         s: &State,
@@ -88,7 +88,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Frees the slots of `n` pages that came in: holes, and where a page was copied its frame.
+    /// Frees the slots of `n` pages that came in: as holes, or as frames where the page was copied.
     pub(crate) fn free_slots_of(&self, s: &mut State, vpn: u64, slot: u32, n: usize) {
         if self.without_move {
             s.zone.free_run(Kind::Frame, slot, n);
@@ -110,34 +110,34 @@ impl Pager {
         }
     }
 
-    /// A page is about to be brought for a fault: what it is from then on. Returns whether it was clean.
+    /// Sets what a page becomes when it is brought in for a fault. Returns whether it was clean.
     pub(crate) fn note_access(&self, s: &mut State, r: Request) -> bool {
         let was = s.pt.is_clean(r.vpn);
-        // (Who writes to a protected page has not written yet: the page comes protected, and the access is done again.)
+        // A write to a protected page is not done yet: the page comes in protected, and the access is repeated.
         let writes = r.write && !s.pt.is_protected(r.vpn);
         let clean = !writes && (was || s.pt.get(r.vpn).tag() == Tag::None);
         s.pt.set_clean(r.vpn, s.tracking && clean);
         was
     }
 
-    /// A write-protected page that is there may be written to.
+    /// Makes a resident write-protected page writable.
     ///
     /// # Errors
     /// [`EventPending`]: nothing was done.
     pub(crate) fn allow_write(&self, s: &mut State, vpn: u64) -> Result<(), EventPending> {
         let was = s.pt.is_clean(vpn);
-        // (Before anybody can have written.)
+        // Before any thread can have written.
         s.pt.set_clean(vpn, false);
         let at = vpn as usize * PAGE;
         self.let_write(at, at + PAGE, at).inspect_err(|EventPending| s.pt.set_clean(vpn, was))
     }
 
-    /// A range of bytes may be written to, of which somebody waits to write to the page `at`; that alone, where the kernel refuses the range:
-    /// some of it was never to be protected, and so is not registered for that, whatever is known of it now.
+    /// Makes a byte range writable; a thread waits to write to the page `at` in it. If the kernel refuses the range, makes only
+    /// that page writable: some of the range was never protected, and so is not registered for that, whatever is known of it now.
     ///
-    /// The story: a child that was forked by a thread on a stack of the program's own waited for ever, and had the kernel and its handler
-    /// busy with it, when it wrote to a frame above the pages that the fork's hook had written to. Those had been left out, the kernel did
-    /// nothing behind them, and who had faulted was woken to fault again.
+    /// The story: a child was forked by a thread on a stack of the program's own. It wrote to a frame above the pages that the
+    /// fork's hook had written to, which had been left out of the protection. The kernel did nothing behind those pages, the
+    /// faulting thread was woken only to fault again, and it went on like that forever, keeping the kernel and the handler busy.
     ///
     /// # Errors
     /// [`EventPending`]: nothing was done.
@@ -149,13 +149,13 @@ impl Pager {
                 Err(_) => {}
             }
         }
-        // Not mapped any more: whoever waits looks again.
+        // The page is not mapped any more: the waiting thread tries again.
         self.uffd().wake(at, PAGE);
         Ok(())
     }
 
-    /// Write-protects what is in the program of the pages `[from, to)`, which one leaf of the table covers, and calls `done`
-    /// for each page that is known, `wanted`, and cannot be written to unseen from then on.
+    /// Write-protects the resident pages of `[from, to)`, which one leaf of the table covers. Calls `done` for each known and
+    /// `wanted` page that cannot be written to unseen from then on.
     ///
     /// # Errors
     /// [`EventPending`]: `done` was not called for all of them.
@@ -171,7 +171,8 @@ impl Pager {
             let done = self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true);
             if done == Err(libc::EAGAIN) { Err(EventPending) } else { Ok(done.is_ok()) }
         };
-        // (A thread that ends is not served when it writes to its control block; and the kernel does not ask whose userfaultfd it is.)
+        // A thread that ends gets no service when it writes to its control block; and the kernel does not ask whose userfaultfd
+        // protects.
         let (start, end) = (from as usize * PAGE, to as usize * PAGE);
         let others = s.never_protected(start, end);
         let mut all = true;
@@ -183,8 +184,8 @@ impl Pager {
             if tag == Tag::None || !wanted(s, vpn) {
                 continue;
             }
-            // (Some of the range is not registered: page by page then. What cannot be protected stays as it is. And what is known is
-            // neither pinned nor another's, though it may have been that before.)
+            // If some of the range is not registered it goes page by page, and pages that cannot be protected stay as they are. A
+            // known page is neither pinned nor another's, even if it was that before.
             let protected = all && !others.iter().any(|(a, b)| (*a..*b).contains(&(vpn as usize * PAGE)));
             if tag != Tag::Resident || protected || protect(vpn, vpn + 1)? {
                 done(s, vpn);
@@ -193,11 +194,11 @@ impl Pager {
         Ok(())
     }
 
-    /// Clears the soft-dirty bits of the pages `[from, to)` that are known, which one leaf of the table covers, and says
-    /// which `was` set; returns how many. (In one step, so that no write is missed.)
+    /// Clears the soft-dirty bits of the known pages of `[from, to)`, which one leaf of the table covers, and calls `was` for
+    /// each that was set. Returns how many those are. (Both in one step, so that no write is missed.)
     ///
     /// # Errors
-    /// [`EventPending`]: not all were cleared; `was` knows which.
+    /// [`EventPending`]: not all were cleared; `was` got those that were.
     pub(crate) fn clear_soft_dirty(
         &self,
         s: &mut State,
@@ -221,7 +222,7 @@ impl Pager {
         Ok(cleared)
     }
 
-    /// Of memory found just now, what was only read is clean: all else counts as written, which is what it is.
+    /// In memory just found, marks pages that were only read as clean. Everything else counts as written, which it is.
     pub(crate) fn find_unwritten(&self, s: &mut State, from: u64, to: u64) {
         let zeros = |start, end| {
             let mut runs = Vec::new();
@@ -229,7 +230,7 @@ impl Pager {
             runs
         };
         for (start, end) in zeros(from as usize * PAGE, to as usize * PAGE) {
-            // (What is written before it is protected is no page of zeros any more.)
+            // If one is written to before it is protected, it is not the page of zeros any more.
             if self.uffd().write_protect(start, end - start, true).is_ok() {
                 let pages = zeros(start, end).into_iter().flat_map(|(a, b)| a / PAGE..b / PAGE);
                 pages.for_each(|page| s.pt.set_clean(page as u64, true));
@@ -237,7 +238,7 @@ impl Pager {
         }
     }
 
-    /// In a forked child, before the program's code runs: clean pages are protected again.
+    /// In a forked child, before the program's code runs: protects clean pages again.
     pub(crate) fn protect_inherited(&self, s: &mut State) {
         if !s.tracking {
             return;
@@ -256,17 +257,17 @@ impl Pager {
             self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true).is_ok()
         };
         for (from, to) in runs {
-            // (Page by page where that cannot be done: the others stay clean.)
+            // If that fails, page by page, so that the others stay clean.
             if !protect(from, to) {
                 (from..to).filter(|vpn| !protect(*vpn, vpn + 1)).for_each(|vpn| s.pt.set_clean(vpn, false));
             }
         }
     }
 
-    /// Makes memory shared with another process this one's own without writing to it. False: the kernel refuses it.
+    /// Makes memory shared with another process exclusive to this one without writing to it. Returns false if the kernel refuses.
     ///
-    /// A write by MADV_POPULATE_WRITE would count as the program's. But who pins a page to read it gets one that is not
-    /// shared, with its protection as it was, since Linux 6.2 or so; and `process_vm_readv` pins what it reads.
+    /// A write by MADV_POPULATE_WRITE would count as the program's. But since Linux 6.2 or so, pinning a page for reading
+    /// un-shares it and leaves its protection as it was; and `process_vm_readv` pins what it reads.
     pub(crate) fn unshare_unwritten(&self, start: usize, len: usize) -> bool {
         let (mut at, end) = (start, start + len);
         while at < end {
@@ -275,7 +276,7 @@ impl Pager {
             let mut pages = [0; UNSHARE_PAGES];
             pages.iter_mut().enumerate().for_each(|(i, page)| *page = at + i * PAGE);
             at += match read_bytes(thread::getpid(), &pages[..n]) {
-                // (What cannot be read is skipped.)
+                // A page that cannot be read is skipped.
                 Ok(read) => (read + usize::from(read < n)) * PAGE,
                 Err(libc::EFAULT) => PAGE,
                 Err(_) => return false,
@@ -295,7 +296,7 @@ mod tests {
 
     const N: usize = 32;
 
-    /// Memory with `N` pages, each with its number, of which all are known; the number of the first.
+    /// Memory of `N` known pages, each holding its number; returns the number of the first.
     fn written(p: &Pager) -> u64 {
         let at = testing::memory(p, N);
         (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[page as u8 + 1; PAGE]));
@@ -314,7 +315,7 @@ mod tests {
         unsafe { core::slice::from_raw_parts((vpn as usize * PAGE) as *const u8, PAGE) }.iter().all(|b| *b == byte)
     }
 
-    /// The arena's frames are those that the zone says are free, and those of staged pages.
+    /// The arena's frames are those that the zone calls free, and those of staged pages.
     fn frames_are_accounted_for(p: &Pager) {
         let (mut there, s) = (0, p.state.lock());
         let end = p.layout.arena + p.layout.slots * PAGE;
@@ -323,7 +324,7 @@ mod tests {
         assert_eq!(there, s.zone.free_slots(Kind::Frame) + s.staged);
     }
 
-    /// Of a page that is pinned nothing is known, and it is not protected with the others.
+    /// A pinned page is unknown, and is not protected with the others.
     #[test]
     fn a_control_block_is_not_protected() {
         let p = testing::tracking_pager(16 << 20);
@@ -336,8 +337,8 @@ mod tests {
         (first..first + N as u64).for_each(|vpn| assert_eq!(testing::is_protected(p, vpn), vpn != first + 5));
     }
 
-    /// The story: what lies between, of a userfaultfd of the program's, was protected as well: its handler was told of writes that it
-    /// never asked for.
+    /// The story: memory in between, of a userfaultfd of the program's own, was protected as well. The program's handler got
+    /// reports of writes that it never asked for.
     #[test]
     fn what_is_anothers_is_not_protected() {
         let p = testing::tracking_pager(16 << 20);
@@ -347,7 +348,7 @@ mod tests {
         p.uffd().unregister(at, len).expect("it is registered");
         theirs.register_tracked(at, len).expect("it is nobody's");
         let s = &mut *p.state.lock();
-        // (The page behind was its once, and the one behind that was pinned.)
+        // The page behind once belonged to it, and the one after that was pinned.
         s.note_ceded(at, at + len + PAGE);
         s.pinned.push((at + len + PAGE, at + len + 2 * PAGE));
         crate::calls::events::forget_range(s, first + 5, first + 8);
@@ -372,7 +373,7 @@ mod tests {
             let written = |vpn: u64| stored && [5, 7].contains(&(vpn - first));
             assert!((first..end).all(|vpn| p.state.lock().pt.is_clean(vpn) != written(vpn)), "out, stored: {stored}");
             frames_are_accounted_for(p);
-            // One is written to, another read: its block or neighbours come along, each as it is.
+            // One page is written to, another read: its block or neighbours come along, each in its own state.
             serve(p, first + 5, true, false);
             (first..end).filter(|vpn| p.state.lock().pt.get(*vpn).tag() != Tag::Resident).for_each(|vpn| {
                 if p.state.lock().pt.get(vpn).tag() != Tag::Resident {
@@ -386,14 +387,14 @@ mod tests {
                 assert!(holds(vpn, (vpn - first) as u8 + 1));
             }
             frames_are_accounted_for(p);
-            // A write to one that is there.
+            // A write to a page that is resident.
             serve(p, first + 7, true, true);
             assert!(!testing::is_protected(p, first + 7) && !p.state.lock().pt.is_clean(first + 7));
         }
         assert_eq!(clear(), Some(2));
     }
 
-    /// A page never touched is clean when it is read, and its neighbours, which nobody has touched, are not known.
+    /// A page never touched is clean when it is read; its untouched neighbours stay unknown.
     #[test]
     fn what_was_never_touched_is_clean_until_it_is_written_to() {
         let p = testing::tracking_pager(16 << 20);
@@ -405,16 +406,17 @@ mod tests {
             assert_eq!(p.state.lock().pt.get(first + i + 1).tag(), Tag::None, "though it is a sequence");
         }
         assert!(holds(first, 0) && holds(first + 3, 0));
-        // Nothing is mapped there: nothing is clean. (So many pages behind the first, one run in some forty was beyond the address space.)
+        // Nothing is mapped there, so nothing is clean. (With as many pages behind the first, one run in some forty left the
+        // address space.)
         let nowhere = 0x1000_0000_0000 / PAGE as u64;
         serve(p, nowhere, false, false);
         assert!(!p.state.lock().pt.is_clean(nowhere));
     }
 
-    /// After fork pages are shared and cannot be moved. The kernel's own way to un-share them is to write.
+    /// After fork pages are shared and cannot be moved. The kernel's usual way to un-share them is to write.
     #[test]
     fn unsharing_is_no_write() {
-        // (A fork has all that other tests have in memory shared, too, so that it cannot be moved: they waited for ever.)
+        // A fork shares other tests' memory as well, which then cannot be moved; they waited forever.
         if !testing::by_itself("page_state::writes::tests::unsharing_is_no_write") {
             return;
         }

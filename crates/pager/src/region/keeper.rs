@@ -1,8 +1,10 @@
-//! A region whose descriptors the program has closed (`close_range`, a daemon's loop over all numbers).
+//! The keeper: protects the data of a region whose descriptors the program has closed (`close_range`, a daemon's loop over all
+//! numbers).
 //!
-//! The end of the last descriptor of a userfaultfd ends its registrations, and what is out then reads as zeros. So a thread with a
-//! descriptor table of its own, the *keeper*, holds another: the memory stays registered as long as the region lives. A thread that
-//! touches what is out has SIGBUS, finds that it can do nothing, says so, and leaves the signal to the handler that was there before.
+//! Closing the last descriptor of a userfaultfd ends its registrations, and pages that are out then read as zeros. So a thread
+//! with a descriptor table of its own, the *keeper*, holds another descriptor: the memory stays registered as long as the region
+//! lives. A thread that touches a page that is out gets SIGBUS, finds that it can do nothing, says so, and leaves the signal to
+//! the handler that was there before.
 
 use super::SignalsBlocked;
 use crate::frames::arena::PAGE;
@@ -12,17 +14,17 @@ use core::sync::atomic::{AtomicBool, Ordering::*};
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
-/// The keeper, until this is dropped.
+/// The keeper thread; it ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Keeper {
-    /// Its end ends the thread.
+    /// Dropping it ends the thread.
     lives: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Keeper {
-    /// Starts one for a userfaultfd, which it has when this returns. None where that is refused: all is as it is with one, then, as long
-    /// as the program closes nothing.
+    /// Starts a keeper, which holds the userfaultfd `uffd` when this returns. Returns None if that is refused; the region then
+    /// works the same, as long as the program closes nothing.
     pub(super) fn start(uffd: i32) -> Option<Self> {
         let ((lives, waits), (said, heard)) = (channel::<()>(), channel());
         let quiet = SignalsBlocked::new();
@@ -45,7 +47,8 @@ impl Drop for Keeper {
 }
 
 impl Pager {
-    /// Whether nothing can be brought to a page any more, as the program has closed the userfaultfd: which is said once.
+    /// Whether the program has closed the userfaultfd, so that this page cannot be brought in any more. Gives a message the first
+    /// time.
     pub(super) fn is_cut_off(&self, vpn: u64) -> bool {
         static SAID: AtomicBool = AtomicBool::new(false);
         if self.uffd().is_registered(vpn as usize * PAGE, PAGE, self.layout.unreadable()) != Ok(false) {

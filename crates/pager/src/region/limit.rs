@@ -1,13 +1,13 @@
-//! A limit that changes while its region is in use.
+//! Changes a region's limit while it is in use.
 
 use super::signals::SignalsBlocked;
 use super::{Error, LEAST_LIMIT, Region};
 use core::sync::atomic::Ordering::SeqCst;
 
 impl Region {
-    /// Changes the limit to `bytes`, and makes room for a smaller one, in the calling thread; others may use the region meanwhile. Returns
-    /// the bytes that count against it then: more than `bytes` where what the region holds does not compress into them. Nothing is lost
-    /// for that, and nobody is killed, whatever `on_full` says, before more is added.
+    /// Changes the limit to `bytes`. If it shrinks, makes room in the calling thread; others may use the region meanwhile.
+    /// Returns the bytes charged afterwards: more than `bytes` if the region's contents do not compress that far. Nothing is lost
+    /// then, and nobody is killed, whatever `on_full` says, before more is added.
     ///
     /// # Errors
     /// [`Error::Size`]: less than [`LEAST_LIMIT`].
@@ -21,7 +21,7 @@ impl Region {
         let charged = pager.charged(&pager.state.lock());
         let node = &pager.group.nodes[0];
         node.set_max(bytes as u64, charged as u64);
-        // (That this one is too small is said anew.)
+        // If this limit is too small as well, a new message says so.
         node.full_said.store(0, SeqCst);
         if let Some(map) = &self.page_map {
             map.set_limit(bytes as u64);

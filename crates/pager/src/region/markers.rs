@@ -1,7 +1,7 @@
-//! What can be asked of a region's soft-dirty and write-protected bits.
+//! Queries of a region's soft-dirty and write-protected bits.
 //!
-//! A region's client is in the same process, so nobody can tell from outside whether it is still there. It has a value for
-//! as long as it wants to be told ([`RegionWatch`]): when that is dropped, also as a thread that panicked unwinds, nobody
+//! A region's client is in the same process, so nobody can tell from outside whether it is still there. It holds a
+//! [`RegionWatch`] as long as it wants to be told of writes. When that is dropped, also as a panicking thread unwinds, no writer
 //! waits any more.
 
 use super::signals::SignalsBlocked;
@@ -13,7 +13,7 @@ use core::sync::atomic::Ordering::*;
 use core::time::Duration;
 
 impl Region {
-    /// Runs something on the markers, with signals blocked: it takes the pager's lock.
+    /// Runs something on the markers, with signals blocked, as it takes the pager's lock.
     fn marked<T>(
         &self,
         range: &Range<usize>,
@@ -26,9 +26,9 @@ impl Region {
         run(pager, marks, self.pages_of(range))
     }
 
-    /// Clears the soft-dirty bits of the pages that a range of bytes touches: the next write to each sets it again. Before
-    /// bits are first cleared every page counts as written, as in the kernel. What of the range lies beyond the region's end is
-    /// ignored, here and in all that follows.
+    /// Clears the soft-dirty bits of all pages that a range of bytes overlaps; the next write to each page sets its bit again.
+    /// Before bits are first cleared every page counts as written, as in the kernel. Here and in all that follows, the part of a
+    /// range beyond the region's end is ignored.
     ///
     /// # Errors
     /// [`Error::NotTracked`]; the kernel's.
@@ -36,7 +36,7 @@ impl Region {
         self.take_soft_dirty(range).map(drop)
     }
 
-    /// The same, and returns the pages whose bit was set, by number: in one step, so that no write is missed.
+    /// The same, and returns the numbers of the pages whose bit was set: in one step, so that no write is missed.
     ///
     /// # Errors
     /// As [`Region::clear_soft_dirty`].
@@ -47,10 +47,10 @@ impl Region {
         })
     }
 
-    /// What is protected and told through the value returned ends with it. Dropping it ends *all* write-protection of the
-    /// region, whoever asked for it: have no [`Region::protect`] of one's own beside it.
+    /// Starts to watch writes. What is protected through the returned value ends with it. Dropping it ends *all* write-protection
+    /// of the region, whoever asked for it, so do not use [`Region::protect`] beside it.
     ///
-    /// The story: there could be two, and the end of one ended the other's protection.
+    /// The story: there could be two watches, and the end of one ended the other's protection.
     ///
     /// # Errors
     /// [`Error::NotTracked`]; [`Error::Watched`]: there is one already.
@@ -61,9 +61,9 @@ impl Region {
         })
     }
 
-    /// Write-protects the pages that a range of bytes touches: a thread that writes there waits until
-    /// [`Region::unprotect`], and [`Region::next_write`] tells of it. (So somebody must listen: a thread that does not write
-    /// there itself. A thread that may end before it unprotects uses [`Region::watch_writes`].)
+    /// Write-protects all pages that a range of bytes overlaps. A thread that writes there waits until [`Region::unprotect`], and
+    /// [`Region::next_write`] reports it. (So some thread must listen that does not write there itself. A thread that may end
+    /// before it unprotects uses [`Region::watch_writes`].)
     ///
     /// # Errors
     /// As [`Region::clear_soft_dirty`].
@@ -85,7 +85,7 @@ impl Region {
         })
     }
 
-    /// Waits for a write to a protected page; returns the byte of the region at which the page begins, or None after `time`.
+    /// Waits for a write to a protected page. Returns the offset of the page in the region (bytes), or None after `time`.
     ///
     /// # Errors
     /// [`Error::NotTracked`].
@@ -97,8 +97,8 @@ impl Region {
     }
 }
 
-/// Is told of writes to a region before they are done, as long as it lives: then all protection of the region ends, and whoever
-/// waits goes on.
+/// Reports writes to a region before they are done, as long as it lives. When it is dropped all protection of the region ends,
+/// and waiting threads go on.
 #[derive(Debug)]
 pub struct RegionWatch<'a> {
     region: &'a Region,
@@ -130,7 +130,7 @@ impl RegionWatch<'_> {
     }
 }
 
-/// The story: a forked child that dropped its parent's ended by SIGSEGV, as it has nothing of the region.
+/// The story: a forked child dropped its parent's watch and ended by SIGSEGV, as it has nothing of the region.
 impl Drop for RegionWatch<'_> {
     fn drop(&mut self) {
         if std::process::id() != self.region.process {

@@ -1,12 +1,12 @@
-//! Whose address a SIGBUS is, and serving it in the thread that has it.
+//! Finds the region that a SIGBUS belongs to, and serves the fault in the thread that got it.
 //!
-//! A region's userfaultfd makes a missing page a SIGBUS. The handler finds the region by the address, serves the fault as a
-//! process's handler thread would, and returns: the access is done again. Signals that are no region's, and pages that are lost, go to
-//! the handler that was there before ours.
+//! A region's userfaultfd turns an access to a missing page into a SIGBUS. The handler finds the region by the address, serves
+//! the fault as a process's handler thread would, and returns: the access is repeated. Signals that belong to no region, and
+//! accesses to lost pages, go to the handler that was there before ours.
 //!
-//! The handler interrupts whatever the thread was at, so it uses what handlers may: atomics ([`Registry`]), the pager's lock, which no
-//! thread of the program holds while it may fault or be interrupted ([`SignalsBlocked`]), and memory of the pager's own. A region
-//! that somebody touches is not being dropped, which is the caller's to see to.
+//! The handler interrupts whatever the thread was doing, so it uses only what signal handlers may: atomics ([`Registry`]), the
+//! pager's lock, which no thread of the program holds while it may fault or be interrupted ([`SignalsBlocked`]), and the pager's
+//! own memory. A region that a thread touches is not being dropped; that is up to the caller.
 
 use crate::fault::Request;
 use crate::fault::placement::Helpers;
@@ -20,12 +20,12 @@ use uzswap_sys::thread;
 
 use super::MOST_REGIONS;
 
-/// Blocks every signal in this thread while it lives.
+/// Blocks every signal in this thread but SIGBUS and SIGSEGV while it lives.
 pub(crate) struct SignalsBlocked(u64);
 
 impl SignalsBlocked {
     pub(crate) fn new() -> Self {
-        // SIGBUS and SIGSEGV stay: a fault of the thread's own is not to be put off.
+        // SIGBUS and SIGSEGV stay unblocked: a fault of the thread's own must not be put off.
         let mask = !((1u64 << (libc::SIGBUS - 1)) | (1 << (libc::SIGSEGV - 1)));
         Self(thread::block_signals(mask))
     }
@@ -37,7 +37,7 @@ impl Drop for SignalsBlocked {
     }
 }
 
-/// Which addresses are regions: read by the signal handler, so all atomics.
+/// The addresses of all regions. The signal handler reads it, so it is all atomics.
 pub(super) struct Registry {
     places: [Place; MOST_REGIONS],
     used: AtomicUsize,
@@ -78,7 +78,7 @@ impl Registry {
         self.places[..self.used.load(SeqCst)].iter().find_map(|p| {
             let pager = p.pager.load(SeqCst);
             let inside = !pager.is_null() && (p.start.load(SeqCst)..p.end.load(SeqCst)).contains(&at);
-            // Read again: the place may have changed hands in between.
+            // Read it again: the place may have changed hands in between.
             if !inside || p.pager.load(SeqCst) != pager {
                 return None;
             }
@@ -88,10 +88,10 @@ impl Registry {
     }
 }
 
-/// In a forked child: its parent's regions are not there, and what is in their place is somebody else's. (No thread of the parent's that
-/// was about to add one is there to go on with it, so all places are given up.)
+/// In a forked child: the parent's regions do not exist here, and other memory may be in their places. (No parent thread that was
+/// about to add one exists here either, so all places are given up.)
 ///
-/// The story: a child made a region of its own, which came to lie where its parent's had been. Faults on it were taken for the parent's,
+/// The story: a child made a region of its own, at the address of one of its parent's. Faults on it were taken for the parent's,
 /// and the child ended by SIGSEGV at its first touch.
 extern "C" fn forget_parents() {
     (0..MOST_REGIONS).for_each(|index| REGISTRY.remove(index));
@@ -106,7 +106,7 @@ pub(super) fn install_handler() {
         let mut old: libc::sigaction = unsafe { core::mem::zeroed() };
         // SAFETY: asks only.
         unsafe { libc::sigaction(libc::SIGBUS, core::ptr::null(), &raw mut old) };
-        // Known before our handler can run.
+        // Stored before our handler can run.
         let _ = EARLIER.set(old);
         // SAFETY: as above.
         let mut new: libc::sigaction = unsafe { core::mem::zeroed() };
@@ -116,7 +116,7 @@ pub(super) fn install_handler() {
         unsafe {
             libc::sigfillset(&raw mut new.sa_mask);
             libc::sigaction(libc::SIGBUS, &raw const new, core::ptr::null_mut());
-            // (Where that fails, for want of memory, a child has to do without regions.)
+            // If that fails, for want of memory, a child has to do without regions.
             libc::pthread_atfork(None, None, Some(forget_parents));
         }
     });
@@ -125,7 +125,7 @@ pub(super) fn install_handler() {
 extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel's siginfo; si_addr is set for a SIGBUS of the kernel's, and is only compared here.
     let (at, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
-    // A signal somebody sent has a code of zero or less, and no address.
+    // A signal sent by a process has a code of zero or less, and no address.
     let served = code > 0
         && REGISTRY.find(at).is_some_and(|pager| {
             // SAFETY: the kernel's ucontext; bit 1 of the page fault's error code says that it was a write.
@@ -142,13 +142,13 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
     }
 }
 
-/// Does what would have been done without regions.
+/// Does what would happen without regions.
 fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let Some(earlier) = EARLIER.get() else { return };
     match earlier.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
-            // A fault cannot be ignored. Returning does the access again, which then ends the process; a signal that
-            // was sent is sent again.
+            // A fault cannot be ignored. Returning repeats the access, which then ends the process; a signal that was sent is
+            // sent again.
             // SAFETY: zero is SIG_DFL; plain calls.
             unsafe {
                 if earlier.sa_sigaction == libc::SIG_IGN && (*info).si_code <= 0 {
@@ -162,7 +162,7 @@ fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
             }
         }
         handler => {
-            // It expects the mask it asked for, on top of the thread's own.
+            // The earlier handler expects the mask that it asked for, on top of the thread's own.
             // SAFETY: the kernel's ucontext, and the earlier handler called as it was installed.
             unsafe {
                 let mut mask = (*context.cast::<libc::ucontext_t>()).uc_sigmask;
@@ -186,7 +186,7 @@ fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
 }
 
 impl Pager {
-    /// Serves a fault in the thread that has it. False when its page is lost.
+    /// Serves a fault in the thread that got it. Returns false if the page is lost.
     fn serve_signal(&self, vpn: u64, write: bool) -> bool {
         let mut s = self.state.lock();
         if write && let Some(marks) = &self.marks {
@@ -214,7 +214,7 @@ impl Pager {
             s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
         }
         let _ = self.make_room(&mut s, vpn);
-        // (What cannot be done now, EAGAIN of the kernel, is tried again by the access itself, which faults again.)
+        // What cannot be done now (the kernel's EAGAIN) is tried again by the access itself, which faults again.
         let _ = self.serve(&mut s, Request { vpn, write, protected: false });
         let tag = s.pt.get(vpn).tag();
         let wake = self.needs_reclaim(&s);
@@ -222,7 +222,7 @@ impl Pager {
         if wake {
             self.wake_reclaim();
         }
-        // (Of a page that is there it is asked too where it may still be write-protected.)
+        // A resident page is checked too if it may still be write-protected.
         let asks = tag != Tag::Resident || (write && self.marks.is_some());
         tag != Tag::Poisoned && !(asks && self.is_cut_off(vpn))
     }
