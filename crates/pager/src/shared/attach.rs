@@ -1,19 +1,19 @@
-//! The other side: a process that maps a shared region.
+//! The other side of a shared region: a process that maps it.
 //!
-//! Its *watcher*, a thread with a descriptor table of its own, holds a second descriptor of the userfaultfd, so that the
-//! registration outlives the owner: between the owner's death and the watcher's answer threads wait, and read no zeros.
-//! When the owner's end of the watcher's socket closes, the watcher says so on standard error, maps an empty memory object over the
-//! region (every touch is SIGBUS from then on), and lets the waiting threads go by closing the userfaultfd.
+//! Each process has a *watcher*, a thread with a descriptor table of its own that holds a second descriptor of the userfaultfd,
+//! so that the registration outlives the owner: between the owner's death and the watcher's reaction threads wait, and do not
+//! read zeros. When the owner's end of the watcher's socket closes, the watcher says so on standard error, maps an empty memory
+//! object over the region (from then on every touch raises SIGBUS), and lets the waiting threads go by closing the userfaultfd.
 //!
-//! A call of madvise on the region waits until the owner has been told (`removes`), that of the watcher's for ageing too. It is made by
-//! a thread of its own, so that the watcher is free when the owner ends; the watcher then reads what the owner did not, until
-//! that thread has let go of the region's place.
+//! A madvise call on the region waits until the owner has read its event (`removes`). That includes the call that drops PTEs for
+//! ageing, so a thread of its own makes that one: the watcher is then free when the owner ends. It reads the events that the
+//! owner did not, until that thread has let go of the region's place.
 //!
-//! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child,
-//! where pages that are out would read as zeros. Instead the child attaches by itself, at the same address, before the
-//! program's code runs in it (`pthread_atfork`), and its mapping has the markers that the parent's had. Where that fails
-//! (also as another region is served there by now) the child has SIGBUS in the region's place, and no connection: the parent's is the parent's mapping to the owner. A child made by
-//! a raw `clone` has nothing there: SIGSEGV.
+//! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child, where pages
+//! that are out would read as zeros. Instead the child attaches by itself at the same address, before the program's code runs in
+//! it (`pthread_atfork`), and its mapping has the markers that the parent's had. If that fails (also because another region is
+//! served there by now), the child gets SIGBUS in the region's place, and no connection: to the owner the parent's connection is
+//! the parent's mapping. A child made by a raw `clone` has nothing there and gets SIGSEGV.
 
 use super::line;
 use super::owner::{isolate_descriptors, spawn};
@@ -41,30 +41,30 @@ fn os(errno: i32) -> io::Error {
     io::Error::from_raw_os_error(errno)
 }
 
-/// A connection's end, greeted: with the region's page map.
+/// One end of a connection after the greeting, with the region's page map.
 pub(super) struct Control {
     pub socket: OwnedFd,
     pub pages: u64,
     pub map: Arc<MapFile>,
-    /// For readers of the map.
+    /// The connection by which readers of the map ask the owner.
     pub asker: Arc<Asker>,
-    /// Whether removes by the kernel's call are seen: by the owner at all, in a mapping's case in it.
+    /// Whether `madvise(MADV_REMOVE)` is seen: by the owner at all; for a mapping, in that mapping.
     pub sees_removes: bool,
 }
 
-/// Whether the other end of a connection is one whose word counts: this user, or root.
+/// Whether the other end of a connection may be trusted: it is of this user, or root's.
 fn check_owner(socket: &OwnedFd) -> io::Result<()> {
     if socket::is_trusted(socket)? { Ok(()) } else { Err(os(libc::EACCES)) }
 }
 
-/// Connects to the region served at a path.
+/// Connects to the region served at `path`.
 pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket::connect(path)?;
     check_owner(&socket)?;
     Ok(socket)
 }
 
-/// Greets for a connection without a mapping.
+/// Greets on a connection that has no mapping.
 pub(super) fn control(socket: OwnedFd) -> io::Result<Control> {
     let (welcome, fds) = wire::call(&socket, &[HELLO, FOR_CONTROL])?;
     let [map, look] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| os(libc::EPROTO))?;
@@ -76,9 +76,9 @@ pub(super) fn control(socket: OwnedFd) -> io::Result<Control> {
     Ok(Control { socket, pages: welcome[1], map: Arc::new(map), asker, sees_removes: welcome[2] != 0 })
 }
 
-/// What a process has of its attachment; a forked child gets another.
+/// A process's attachment; a forked child gets another.
 struct Attachment {
-    /// None: a forked child that could not attach again has no mapping that the owner knows of.
+    /// None in a forked child that could not attach again, and so has no mapping that the owner knows of.
     socket: Option<OwnedFd>,
     map: Arc<MapFile>,
     asker: Arc<Asker>,
@@ -89,25 +89,25 @@ struct Attachment {
     kernel_faults: bool,
 }
 
-/// Bytes behind the region that its mapping has, and that are nobody's to use: see `WATCH_AGE` in `wire`.
+/// Bytes of the mapping behind the region, which nobody uses: see `WATCH_AGE` in `wire`.
 const SPARE: usize = PAGE;
 
-/// Where the region is, for the watcher too: nobody advises or maps there once it is given up.
+/// Where the region is, shared with the watcher: once it is given up nobody advises or maps there.
 struct Place {
     base: usize,
     len: usize,
-    /// The program has unmapped it.
+    /// Whether the program has unmapped it.
     gone: bool,
 }
 
 impl Place {
-    /// That of a region of `len` bytes.
+    /// The place of a region of `len` bytes.
     fn new(base: usize, len: usize) -> Arc<Mutex<Self>> {
         Arc::new(Mutex::new(Self { base, len: len + SPARE, gone: false }))
     }
 }
 
-/// A shared region, mapped: see [`SharedMapping`](super::SharedMapping).
+/// A mapped shared region: see [`SharedMapping`](super::SharedMapping).
 pub(super) struct Attached {
     pub base: usize,
     pub len: usize,
@@ -117,7 +117,7 @@ pub(super) struct Attached {
     token: AtomicU64,
 }
 
-/// Which memory object it is: device and inode, which no other has as long as it is mapped.
+/// Identity of a memory object: device and inode, which no other object has while it is mapped.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Object(u64, u64);
 
@@ -128,9 +128,9 @@ impl Object {
     }
 }
 
-/// Maps the object, which nobody can touch before it is registered: see [`arena::open`].
+/// Maps the object such that nobody can touch it before it is registered: see [`arena::open`].
 fn map_object(object: &OwnedFd, len: usize, at: Option<usize>) -> io::Result<usize> {
-    // SAFETY: where a place is wanted, it is one that was reserved for this: see `in_child`.
+    // SAFETY: if a place is wanted, it was reserved for this: see `in_child`.
     let base = unsafe { memfd::map(object, len, libc::PROT_NONE, at) }?;
     // SAFETY: advice on our own mapping, before anybody uses it.
     unsafe {
@@ -140,11 +140,11 @@ fn map_object(object: &OwnedFd, len: usize, at: Option<usize>) -> io::Result<usi
     Ok(base)
 }
 
-/// Puts an error in a region's place: every touch is SIGBUS.
+/// Puts an error in a region's place: every touch raises SIGBUS.
 ///
-/// A child takes the place before it attaches, or has an error of its own there, so it must not inherit this one. The story: it was
-/// mapped in the place, and then excepted from forks. A child of another thread that was forked in between found its place taken, and
-/// was ended.
+/// A forked child must not inherit it: the child takes the place before it attaches, or has an error of its own there. The story:
+/// the error was mapped in place first, and then excepted from forks. A child that another thread forked in between found its
+/// place taken, and was ended.
 fn map_error(base: usize, len: usize) {
     let except = |at: usize| {
         // SAFETY: advice on a mapping of our own.
@@ -154,7 +154,8 @@ fn map_error(base: usize, len: usize) {
         // SAFETY: a new mapping that replaces nothing.
         let at = unsafe { memfd::map(&empty, len, memfd::WRITABLE, None) }?;
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        // SAFETY: the place is the region's, whose users get what they are promised, at once; what moves there nobody knows yet.
+        // SAFETY: the place is the region's, whose users get what they are promised, at once; nobody knows yet of the mapping
+        // that moves there.
         let moved = except(at).and_then(|_| unsafe { sys!(libc::SYS_mremap, at, len, len, flags, base) }.map_err(os));
         if moved.is_err() {
             // SAFETY: as above.
@@ -163,9 +164,9 @@ fn map_error(base: usize, len: usize) {
         moved
     });
     if done.is_err() {
-        // (What is there may be a child's reservation.)
+        // What is there may be a child's reservation.
         let _ = except(base);
-        // SAFETY: as above; SIGSEGV then, but never zeros.
+        // SAFETY: as above. Touches raise SIGSEGV then, but never read zeros.
         let none = unsafe { sys!(libc::SYS_mprotect, base, len, libc::PROT_NONE) };
         if none.is_err() {
             std::process::abort();
@@ -182,7 +183,8 @@ fn open_uffd(features: u64) -> io::Result<(OwnedFd, bool)> {
     Ok((unsafe { OwnedFd::from_raw_fd(uffd.fd()) }, kernel_faults))
 }
 
-/// Maps the region, hands its faults to the owner, starts the watcher. `again`: where it is to be, and which object it was.
+/// Maps the region, hands its faults to the owner, and starts the watcher. `again`: the address where it must be, and the object
+/// that it was.
 fn attach(
     socket: OwnedFd,
     token: u64,
@@ -234,7 +236,8 @@ fn attach(
     }
 }
 
-/// Ends a mapping that was just made. A place that was reserved stays so: what another thread mapped there meanwhile would be overwritten.
+/// Ends a mapping that was just made. A reserved place stays reserved: otherwise what another thread maps there meanwhile would
+/// be overwritten.
 fn give_up(base: usize, len: usize, reserved: bool) {
     // SAFETY: our mapping, of which nobody else in this process knows yet.
     let _ = unsafe {
@@ -263,7 +266,7 @@ fn start_watcher(place: Arc<Mutex<Place>>, uffd: OwnedFd, watch: OwnedFd) -> io:
         }
     })?;
     let done = heard.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()));
-    // This table's own: from here on the program can neither see nor close them.
+    // The program's table closes its copies: from here on the program can neither see nor close the watcher's.
     drop((uffd, watch));
     done
 }
@@ -271,7 +274,7 @@ fn start_watcher(place: Arc<Mutex<Place>>, uffd: OwnedFd, watch: OwnedFd) -> io:
 fn watcher(place: &Arc<Mutex<Place>>, uffd: OwnedFd, watch: &Arc<OwnedFd>) {
     let (ask, asked) = channel();
     let (aging, answers) = (place.clone(), watch.clone());
-    // Without it nothing is known to be idle, and that is all.
+    // Without it no page is known to be idle, and that is all.
     let _ = spawn("uzswap-ager", move || ager(&asked, &aging, &answers));
     while let Ok((words, _)) = wire::receive(watch) {
         if words[0] == wire::WATCH_AGE {
@@ -283,7 +286,7 @@ fn watcher(place: &Arc<Mutex<Place>>, uffd: OwnedFd, watch: &Arc<OwnedFd>) {
         match place.try_lock() {
             Ok(p) => break p,
             Err(TryLockError::Poisoned(p)) => break p.into_inner(),
-            // Somebody waits in madvise until its event is read. (A fault that is read is answered by the descriptor's end.)
+            // A thread waits in madvise until its event is read. (A fault that is read is answered when the descriptor closes.)
             Err(TryLockError::WouldBlock) => {
                 if handle.wait(10) {
                     let _ = handle.read_shared();
@@ -292,21 +295,21 @@ fn watcher(place: &Arc<Mutex<Place>>, uffd: OwnedFd, watch: &Arc<OwnedFd>) {
         }
     };
     if !p.gone {
-        // Said first: the signal may end the process before anything else can be said.
+        // Give the message first: the signal may end the process before anything else can be said.
         says::say(b"uzswap: the owner of a shared region has ended; the region is lost, and touching it is SIGBUS\n");
         map_error(p.base, p.len);
     }
     drop(p);
-    // The last descriptor of it in the process: whoever waits goes on, to find the error.
+    // This is the last descriptor in the process: waiting threads go on, and meet the error.
     drop(uffd);
 }
 
-/// Drops the mapping's PTEs for each round that is asked for.
+/// Drops the mapping's PTEs for each round of ageing that is asked for.
 fn ager(asked: &Receiver<u64>, place: &Mutex<Place>, watch: &OwnedFd) {
     while let Ok(round) = asked.recv() {
         let p = lock(place);
         if !p.gone {
-            // SAFETY: shared memory: only the mapping's PTEs go, no contents.
+            // SAFETY: it is shared memory, so only the mapping's PTEs go, no contents.
             let _ = unsafe { sys!(libc::SYS_madvise, p.base, p.len, libc::MADV_DONTNEED) };
         }
         drop(p);
@@ -314,7 +317,7 @@ fn ager(asked: &Receiver<u64>, place: &Mutex<Place>, watch: &OwnedFd) {
     }
 }
 
-/// The attachments of this process, for fork. Lock order: this, then each one's `now`.
+/// The attachments of this process, for fork. Lock order: this, then each attachment's `now`.
 static ALL: Lock<Vec<usize>> = Lock::new(Vec::new());
 
 impl Attachment {
@@ -325,7 +328,7 @@ impl Attachment {
 }
 
 impl Attached {
-    /// Maps the region at the other end of a connection; `path` is where a forked child finds it, as soon as that is known.
+    /// Maps the region at the other end of a connection. `path` is where a forked child finds it, once that is known.
     pub fn new(socket: OwnedFd, path: Arc<OnceLock<PathBuf>>) -> io::Result<Box<Self>> {
         see_forks();
         let (base, len, object, now) = attach(socket, 0, None)?;
@@ -339,7 +342,7 @@ impl Attached {
         self.now.lock().call(request)
     }
 
-    /// A call on a range of bytes, which are widened to pages.
+    /// Makes a call on a range of bytes, widened to pages.
     pub fn call_range(&self, what: u64, range: Range<usize>, more: u64) -> io::Result<wire::Words> {
         let (from, to) = pages_of(range, self.len)?;
         self.call(&[what, from, to, more])
@@ -351,23 +354,23 @@ impl Attached {
         View::new(now.map.clone(), Some(now.markers.clone()), now.asker.clone())
     }
 
-    /// The number that the owner has given the mapping.
+    /// The number that the owner gave the mapping.
     pub fn id(&self) -> u64 {
         self.now.lock().id
     }
 
-    /// Whether system calls may be given its memory.
+    /// Whether system calls may be given pointers to its memory.
     pub fn kernel_faults(&self) -> bool {
         self.now.lock().kernel_faults
     }
 
-    /// Whether `madvise(MADV_REMOVE)` drops what is out, too.
+    /// Whether `madvise(MADV_REMOVE)` drops pages that are out, too.
     pub fn sees_removes(&self) -> bool {
         self.now.lock().sees_removes
     }
 }
 
-/// A range of bytes as pages: first, end.
+/// A range of bytes as pages: first and end.
 pub(super) fn pages_of(range: Range<usize>, len: usize) -> io::Result<(u64, u64)> {
     if range.start > range.end || range.end > len {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the range is not within the region"));
@@ -392,13 +395,13 @@ impl Drop for Attached {
     }
 }
 
-/// Tells the owner that the mapping at this end of a connection is no more.
+/// Tells the owner that the mapping at this end of the connection is gone.
 fn detach(socket: &OwnedFd) {
     let _ = socket::time_out(socket, 5);
     let _ = wire::call(socket, &[op::DETACH]);
 }
 
-/// Has what is to be done about forks done from now on.
+/// Installs the fork handlers, once.
 pub(super) fn see_forks() {
     static FORK: Once = Once::new();
     FORK.call_once(|| {
@@ -410,7 +413,7 @@ pub(super) fn see_forks() {
 extern "C" fn before_fork() {
     let all = ALL.lock();
     for a in all.iter() {
-        // SAFETY: in the list as long as it lives, and the list is locked.
+        // SAFETY: an attachment is in the list as long as it lives, and the list is locked.
         let a = unsafe { &*(*a as *const Attached) };
         let now = a.now.lock();
         let token = now.call(&[op::FORK]).map_or(0, |words| words[1]);
@@ -424,7 +427,7 @@ fn after_fork(each: impl Fn(&Attached)) {
     // SAFETY: before_fork took the lock, in this thread.
     let all = unsafe { ALL.assume_locked() };
     for a in all.iter() {
-        // SAFETY: as in before_fork; its lock was taken there.
+        // SAFETY: as in before_fork, which took the lock.
         let a = unsafe { &*(*a as *const Attached) };
         each(a);
         // SAFETY: taken in before_fork.
@@ -438,10 +441,10 @@ extern "C" fn in_parent() {
     after_fork(|_| {});
 }
 
-/// The kind of mapping that a reservation is.
+/// Flags of a mapping that reserves a place.
 const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
 
-/// Takes a region's place, which fork has left empty, before anything else can be mapped there.
+/// Takes a region's place, which fork left empty, before anything else can be mapped there.
 fn reserve(base: usize, len: usize) {
     let flags = RESERVED | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: a new mapping that replaces nothing.
@@ -455,7 +458,7 @@ fn reserve(base: usize, len: usize) {
 extern "C" fn in_child() {
     says::forget_others();
     line::close_all();
-    // SAFETY: before_fork took the lock, in this thread; what is in the list is alive.
+    // SAFETY: before_fork took the lock, in this thread; the attachments in the list are alive.
     unsafe { ALL.assume_locked().iter().map(|a| &*(*a as *const Attached)) }
         .for_each(|a| reserve(a.base, a.len + SPARE));
     after_fork(|a| {
@@ -466,13 +469,13 @@ extern "C" fn in_child() {
             done.3.socket.iter().try_for_each(|socket| socket::time_out(socket, 0))?;
             Ok(done)
         });
-        // SAFETY: the lock is held since before_fork; the parent's attachment ends here, in the child only.
+        // SAFETY: the lock is held since before_fork; the parent's attachment ends here only in the child.
         let now = unsafe { a.now.assume_locked() };
         match attached {
-            // Of the old one only its descriptors go: the mapping was not inherited, and the owner is not to be told.
+            // Only the old one's descriptors go: the mapping was not inherited, and the owner must not be told.
             Ok((_, _, _, attachment)) => *now = attachment,
             Err(e) => {
-                // The socket is the parent's mapping to the owner, and a thread of the parent's may have had the place.
+                // To the owner the socket is the parent's mapping, and a parent's thread may have held the place's lock.
                 (now.socket, now.place) = (None, Place::new(a.base, a.len));
                 let text = format!(
                     "uzswap: a forked child could not attach a shared region again ({e}); touching it is SIGBUS\n"
@@ -484,7 +487,7 @@ extern "C" fn in_child() {
     });
 }
 
-/// How long a call may wait at the owner.
+/// How long a call may wait at the owner (milliseconds).
 pub(super) fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
@@ -493,7 +496,8 @@ pub(super) fn milliseconds(time: Duration) -> u64 {
 mod tests {
     use super::*;
 
-    /// The story: the place of a region that a forked child could not attach again was free for a moment, and then overwritten.
+    /// The story: when a forked child could not attach a region again, the region's place was free for a moment, and was then
+    /// overwritten.
     #[test]
     fn a_reserved_place_is_not_free_between_mapping_and_error() {
         const LEN: usize = 16 * PAGE;
@@ -509,7 +513,7 @@ mod tests {
         map_error(base, LEN);
         assert_eq!(free(), Err(libc::EEXIST));
         give_up(base, LEN, false);
-        // (Unless another test's thread was there first.)
+        // Unless another test's thread was there first.
         assert!(matches!(free(), Ok(_) | Err(libc::EEXIST)));
     }
 }

@@ -1,4 +1,4 @@
-//! What an attached process (or the owner's own handle) can ask for.
+//! The calls that an attached process (or the owner's own handle) can make to the owner.
 
 use super::engine::{Engine, Fork, Watch};
 use super::mapping::Pages;
@@ -13,20 +13,20 @@ use std::time::{Duration, Instant};
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
 use uzswap_mm::pagetable::Tag;
 
-/// Pages that one TAKE answers for: a bit each, in the words after the second.
+/// Pages that one CLEAR_SOFT_DIRTY can answer for: a bit each, in the words from the third on.
 pub(super) const TAKE_PAGES: u64 = 14 * 64;
-/// Forks that may be between their two halves at once.
+/// Most forks that may be between their two halves at once.
 const MOST_FORKS: usize = 64;
 /// Rounds of ageing whose beginning is remembered.
 const MOST_ROUNDS: usize = 256;
-/// How long a client that waits to be told of writes may be gone before that is noticed.
+/// How soon it is noticed that a client waiting for writes has gone.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long a call is tried that a process must run for first.
+/// How long a call is tried while it waits for a process to run.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Pages brought in with the lock held.
+/// Pages brought in under one hold of the lock.
 pub(super) const BRING: u64 = 16;
 
-/// Does a call.
+/// Carries out a call.
 pub(super) fn answer(
     server: &Server,
     request: &Words,
@@ -47,7 +47,7 @@ fn refuse(errno: i32) -> io::Error {
     io::Error::from_raw_os_error(errno)
 }
 
-/// The results, without the leading 0.
+/// The results of a call, without the leading 0.
 fn try_answer(
     server: &Server,
     request: &Words,
@@ -115,7 +115,7 @@ fn try_answer(
     Ok(wire::words(&[n]))
 }
 
-/// Calls that are about no range.
+/// Calls that concern no range.
 fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>) -> io::Result<Words> {
     let n = match request[0] {
         op::STATS => {
@@ -161,7 +161,7 @@ fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>)
     Ok(wire::words(&[n]))
 }
 
-/// Tries again while a process whose mapping is about to change has yet to run, with the lock given up in between.
+/// Tries again while a process whose mapping is about to change has yet to run, and releases the lock in between.
 fn patiently<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -172,7 +172,7 @@ fn patiently<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Whether the region is one for tests.
+/// Fails unless the region was made for tests.
 fn injectable(e: &Engine) -> io::Result<()> {
     if e.options.injectable { Ok(()) } else { Err(refuse(libc::EPERM)) }
 }
@@ -190,7 +190,7 @@ fn inject(server: &Server, what: u64, n: u64) {
     }
 }
 
-/// What a connection that has ended leaves behind.
+/// Cleans up after a connection that has ended.
 pub(super) fn disconnected(server: &Server, connection: u64) {
     let mut engine = server.engine();
     engine.unpin(connection, None);
@@ -205,14 +205,14 @@ fn resident(e: &Engine, from: u64, to: u64) -> Vec<u64> {
     (from..to).filter(|p| matches!(e.pt.get(*p).tag(), Tag::Resident)).collect()
 }
 
-/// Those that may go out.
+/// The pages of a range that may leave.
 fn leavable(e: &Engine, from: u64, to: u64) -> Vec<u64> {
     let mut pages = resident(e, from, to);
     pages.retain(|p| !e.pins.has(*p) && !e.removes.is_witness(*p));
     pages
 }
 
-/// Has pages of `[at, end)` in memory, from the first on, and in the caller's mapping if there is one; how many.
+/// Brings pages of `[at, end)` into memory, from the first on, and into the caller's mapping if it has one; returns how many.
 pub(super) fn hold_mapped(engine: &mut Engine, at: u64, end: u64, mapping: Option<u64>) -> io::Result<u64> {
     let n = engine.hold(at, (end - at) as usize, false)? as u64;
     if let Some(k) = mapping.and_then(|id| engine.mappings.iter().position(|m| m.id == id)) {
@@ -221,7 +221,7 @@ pub(super) fn hold_mapped(engine: &mut Engine, at: u64, end: u64, mapping: Optio
     Ok(n)
 }
 
-/// Brings pages that are out into memory, and into the caller's mapping if there is one.
+/// Brings pages that are out into memory, and into the caller's mapping if it has one.
 fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Result<u64> {
     let (mut at, mut came) = (from, 0);
     while at < to {
@@ -243,10 +243,10 @@ fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Res
     Ok(came)
 }
 
-/// Clears soft-dirty bits and answers which were set (for the first [`TAKE_PAGES`]).
+/// Clears soft-dirty bits and answers how many were set, and which (for the first [`TAKE_PAGES`]).
 ///
-/// Protection comes first: a write before it is of a page whose bit is set, and so answered; one after it waits for our
-/// lock, and sets the bit anew. None is missed.
+/// No write is missed, as the pages are protected first: a write before that is to a page whose bit is set, and so is answered; a
+/// write after it waits for our lock, and sets the bit anew.
 fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Words> {
     let known = |e: &Engine, p: u64| e.pt.get(p).tag() != Tag::None;
     e.settle(from, to);
@@ -257,7 +257,7 @@ fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Wo
     let m = &e.mappings[k];
     let map = m.markers.writer();
     if !m.markers.tracking() {
-        // Until now everything counted as written. (What nobody has touched was not, and is noted when it is.)
+        // Until now everything counted as written. (A page that nobody has touched was not, and is noted when it is.)
         (0..pages).filter(|p| known(e, *p)).for_each(|p| map.change(p, SOFT_DIRTY, 0));
         m.markers.set_tracking(true);
     }
@@ -285,7 +285,7 @@ fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> i
     if watch.connection != connection {
         return Err(refuse(libc::EBUSY));
     }
-    // What was removed takes what its markers said with it: not what they say from now on.
+    // A removal takes along the markers that pages had then, not those that they get now.
     e.settle(from, to);
     if let Some(watch) = e.watch.as_mut().filter(|_| which == ALL) {
         (from..to).for_each(|p| watch.everywhere.put(p, true));
@@ -295,7 +295,7 @@ fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> i
         if which != ALL && m.id != which {
             continue;
         }
-        // The marker first: a write that faults from now on is told.
+        // The marker comes first: a write that faults from now on is reported.
         let map = m.markers.writer();
         (from..to).for_each(|p| map.change(p, WRITE_PROTECTED, 0));
         e.protect_mapped(k, from, to).map_err(refuse)?;
@@ -315,8 +315,9 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
             let map = m.markers.writer();
             (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
         }
-        // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free. Those of other
-        // mappings do, too: the queue does not say whose writes it told of, so what of it was another's must come in anew.
+        // Waiting threads try again. A page still protected in its PTE faults once more, and is found free. Those of other
+        // mappings try again too: the queue does not say whose writes it reported, so writes of other mappings must enter it
+        // anew.
         m.wake(from, to);
     }
     for f in e.forks.iter_mut().filter(|f| which == ALL || f.parent == which) {
@@ -324,10 +325,10 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
     }
 }
 
-/// Waits for a write to a page that this connection protected, as long as there is somebody at its other end.
+/// Waits for a write to a page that this connection protected, as long as its other end exists.
 ///
-/// The story: a client that was killed while it waited here was not missed before its time was up, and the
-/// writers to what it had protected waited as long.
+/// The story: a client was killed while it waited here. Nobody noticed before its time was up, and the writers to what it had
+/// protected waited as long.
 fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &OwnedFd) -> Words {
     let end = Instant::now().checked_add(Duration::from_millis(milliseconds));
     let mut engine = server.engine();
@@ -346,11 +347,11 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &Owne
     }
 }
 
-/// A process is about to fork: what its child will have is kept until the child asks for it.
+/// A process is about to fork: stores what its child will inherit until the child asks for it.
 fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     let (token, pages) = (e.next_id, e.pages);
     e.next_id += 1;
-    // What was removed has no markers to inherit.
+    // Removed pages have no markers to inherit.
     e.settle(0, pages);
     let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
     let map = m.markers.map();
@@ -363,7 +364,7 @@ fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     Ok(token)
 }
 
-/// Begins a round: every watcher drops its mapping's PTEs, so that whoever touches a page says so by a fault.
+/// Begins a round: every watcher drops its mapping's PTEs, so that a touch of any page shows as a fault.
 fn age(e: &mut Engine) -> u64 {
     e.round += 1;
     e.rounds.push_back((e.round, Instant::now()));
@@ -372,7 +373,7 @@ fn age(e: &mut Engine) -> u64 {
     }
     let (round, bytes) = (u64::from(e.round), e.pages * PAGE as u64);
     for m in &e.mappings {
-        // Never waits: a watcher that does not listen leaves its mapping's pages in use.
+        // This never waits: if a watcher does not listen, its mapping's pages count as in use.
         let _ = wire::send(&m.watch, &wire::words(&[wire::WATCH_AGE, round, m.base as u64, bytes]), &[]);
     }
     round
@@ -383,7 +384,7 @@ fn round_before(e: &Engine, time: Duration) -> Option<u32> {
     e.rounds.iter().rev().find(|(_, began)| began.elapsed() >= time).map(|(round, _)| *round)
 }
 
-/// Whether a page is known not to have been touched since round `round` began.
+/// Whether a page is known to be untouched since round `round` began.
 fn untouched_since(e: &Engine, page: u64, round: u32) -> bool {
     e.touched[page as usize] < round && e.mappings.iter().all(|m| !m.mapped.has(page) || m.aged >= round)
 }

@@ -1,8 +1,8 @@
-//! What is known of a shared region: the engine's tables, over a memory object instead of frames.
+//! The state of a shared region: the engine's tables, over a memory object instead of frames.
 //!
-//! Page numbers are those of the object, from 0. A page is [`Tag::None`] (the object has a hole, and it reads as zeros),
-//! [`Tag::Resident`] (the object has it), [`Tag::Busy`] (it has it, write-protected, and somebody compresses it; aux: the
-//! batch), [`Tag::Compressed`], [`Tag::Zero`] or [`Tag::Poisoned`]. Everything is behind one lock.
+//! Page numbers are those of the object, from 0. A page is [`Tag::None`] (the object has a hole, which reads as zeros),
+//! [`Tag::Resident`] (the object has it), [`Tag::Busy`] (the object has it, write-protected, and a thread compresses it; aux: the
+//! batch), [`Tag::Compressed`], [`Tag::Zero`] or [`Tag::Poisoned`]. One lock protects everything.
 
 use super::SharedOptions;
 use super::evict::Batch;
@@ -26,7 +26,7 @@ use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, WRITE_PROTECTED, ZER
 use uzswap_mm::pagetable::{PageTable, Pte, Tag, next_eviction};
 use uzswap_sys::memfd;
 
-/// What happened, since the region was made.
+/// Counts since the region was made.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Counts {
     pub faults: u64,
@@ -40,31 +40,31 @@ pub(super) struct Counts {
     pub poisoned: u64,
 }
 
-/// Who is told of writes, and which are waiting to be told.
+/// The client that is told of writes, and the pages it has yet to be told of.
 pub(super) struct Watch {
-    /// Its connection.
+    /// The client's connection.
     pub connection: u64,
-    /// Pages it protected in every mapping, those to come included.
+    /// Pages it protected in every mapping, those made later included.
     pub everywhere: Pages,
-    /// Written to, and not told yet.
+    /// Pages written to and not reported yet.
     pub queue: VecDeque<u64>,
 }
 
-/// A mapping whose process was about to fork, for the child's.
+/// A mapping whose process was about to fork, kept for the child's mapping.
 pub(super) struct Fork {
-    /// What the child is to say.
+    /// The token that the child presents.
     pub token: u64,
-    /// The mapping.
+    /// The parent's mapping.
     pub parent: u64,
-    /// Whether its soft-dirty bits say anything.
+    /// Whether its soft-dirty bits are meaningful.
     pub tracking: bool,
-    /// Its markers, a byte a page. What is removed or unprotected before the child asks is so here, too.
+    /// Its markers, a byte a page. A removal or unprotection before the child asks changes them here, too.
     pub markers: Vec<u8>,
 }
 
-/// The tables.
+/// The engine of a shared region: all its tables.
 pub(super) struct Engine {
-    /// Also of whoever reads pages on their way out.
+    /// Shared with threads that read pages on their way out.
     pub object: Arc<OwnedFd>,
     pub pages: u64,
     pub options: SharedOptions,
@@ -88,19 +88,19 @@ pub(super) struct Engine {
     pub batches: u32,
     pub decompressor: Decompressor,
     pub scratch: Vec<u8>,
-    /// Buffers of whoever reclaims with the lock held.
+    /// Buffers for reclaim with the lock held.
     pub direct: Option<Box<Batch>>,
-    /// A block decompressed lately: its handle and pages.
+    /// A block decompressed recently: its handle and pages.
     pub decoded: (Option<u32>, Vec<u8>),
     pub counts: Counts,
-    /// Rounds of ageing so far, and when each of the last began.
+    /// Rounds of ageing so far; and when each of the last ones began.
     pub round: u32,
     pub rounds: VecDeque<(u32, Instant)>,
-    /// The round in which a page was last known to be touched.
+    /// For each page the round in which it was last known to be touched.
     pub touched: Vec<u32>,
 }
 
-/// No region is larger (bytes): half of what a process has addresses for.
+/// Largest region (bytes): half of a process's addresses.
 const MOST_BYTES: usize = 1 << 46;
 
 impl Engine {
@@ -108,21 +108,21 @@ impl Engine {
     pub fn new(size: usize, options: SharedOptions) -> io::Result<Self> {
         let pages = size.div_ceil(PAGE) as u64;
         let bytes = pages as usize * PAGE;
-        // What cannot be had is refused here; the tables themselves, of zeros, end the process.
+        // Refuse here what memory cannot hold: when the tables themselves, of zeros, cannot be had, the process ends.
         if size > MOST_BYTES || Vec::<u32>::new().try_reserve_exact(pages as usize / 4 * 5).is_err() {
             let text = format!("a region of {size} bytes is too large: there is no memory for the tables of its pages");
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
         }
-        // A page more than there are: see `gate`, and `WATCH_AGE` in `wire`.
+        // One page more than the region: see `gate`, and `WATCH_AGE` in `wire`.
         let object = memfd::create(c"uzswap-shared", (bytes + PAGE) as u64)?;
         memfd::seal(&object, memfd::SEAL_SIZE)?;
         let os = io::Error::from_raw_os_error;
         Ok(Self {
-            // Where the kernel does not allow it all works but that, as is said.
+            // If the kernel does not allow a gate everything else works, and callers can see that.
             removes: Removes::new(Gate::new(&object, bytes as u64).ok()),
             object: Arc::new(object),
             pages,
-            // Objects carry a header and hashes, and slabs are partly filled.
+            // Room for headers and hashes of objects, and for partly filled slabs.
             store: Store::new(bytes + bytes / 4 + (16 << 20)).map_err(os)?,
             map: MapFile::create(Kind::Shared, 0, pages, options.limit as u64).map_err(os)?,
             options,
@@ -150,7 +150,7 @@ impl Engine {
         })
     }
 
-    /// How pages are compressed.
+    /// The algorithm that compresses pages.
     pub fn algorithm(&self) -> Algorithm {
         self.options.compressor.algorithm().expect("`SharedRegion::create` takes no other level")
     }
@@ -160,24 +160,24 @@ impl Engine {
         self.resident * PAGE + self.store.held()
     }
 
-    /// Changes the limit, which is [`LEAST_LIMIT`](super::LEAST_LIMIT) bytes at least.
+    /// Changes the limit; callers ensure at least [`LEAST_LIMIT`](super::LEAST_LIMIT) bytes.
     pub fn set_limit(&mut self, bytes: usize) {
         self.options.limit = bytes;
         self.map.set_limit(bytes as u64);
     }
 
-    /// Bytes of room kept below the limit for faults that come while pages leave.
+    /// Bytes kept free below the limit for faults that come while pages leave.
     pub fn margin(&self) -> usize {
         (self.options.limit / 32).clamp(1 << 20, 16 << 20)
     }
 
-    /// Whether the pool takes so much that clean copies and a fast codec cost more than they gain.
+    /// Whether the pool is so large that clean copies and a fast codec cost more than they gain.
     pub fn crowded(&self) -> bool {
         self.store.held() > self.options.limit / 2
     }
 
-    /// Whether so little is in memory that taking more would only make everybody fault: what does not compress into the
-    /// limit exceeds it, which is counted.
+    /// Whether so little is in memory that taking more would only make everybody fault. What does not compress into the limit
+    /// then exceeds it, which is counted.
     pub fn at_floor(&self) -> bool {
         self.resident * PAGE < self.options.limit / 8 && self.crowded()
     }
@@ -216,7 +216,7 @@ impl Engine {
         }
     }
 
-    /// Makes a page one that nobody has touched, whatever it was. The object's page is the caller's affair.
+    /// Makes a page untouched, whatever it was. The caller takes care of the object's page.
     pub fn forget(&mut self, page: u64) {
         let pte = self.pt.get(page);
         match pte.tag() {
@@ -232,7 +232,7 @@ impl Engine {
         self.set(page, Pte::NONE);
     }
 
-    /// Lists `n` pages from `page` on, which the object now holds, as resident; `copy_of` are kept copies.
+    /// Lists `n` pages from `page` on, which the object now holds, as resident; `copy_of` gives their kept copies.
     pub fn list_resident(&mut self, page: u64, n: usize, active: bool, copy_of: impl Fn(usize) -> Option<u32>) {
         let (mut at, end) = (0, n as u64);
         while at < end {
@@ -251,7 +251,7 @@ impl Engine {
             }
             at += 1 << order;
         }
-        // (What leaves on request, or is removed, leaves its entries behind.)
+        // Pages that leave on request, or are removed, leave list entries behind.
         self.tidy_lists();
     }
 
@@ -260,7 +260,7 @@ impl Engine {
         self.evictions = next_eviction(self.evictions, 1);
     }
 
-    /// The mapping of a number.
+    /// The mapping with number `id`.
     pub fn mapping(&mut self, id: u64) -> Option<&mut Mapping> {
         self.mappings.iter_mut().find(|m| m.id == id)
     }
@@ -271,10 +271,10 @@ impl Engine {
         self.end_doubts_of(id);
     }
 
-    /// Drops a range's contents: for every mapping, those to come included, it is as if never touched.
+    /// Drops a range's contents: for every mapping, those made later included, it is as if never touched.
     ///
     /// # Errors
-    /// `EBUSY`: there is a pin. `EAGAIN`: it is done, but for a page that is still an error where it was: to be tried again.
+    /// `EBUSY`: there is a pin. `EAGAIN`: it is done, except that a page still is an error where it was one; try again.
     pub fn remove(&mut self, from: u64, to: u64) -> io::Result<()> {
         if from == to {
             return Ok(());
@@ -282,10 +282,10 @@ impl Engine {
         if (from..to).any(|p| self.pins.has(p)) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
-        // Before doubts end: a process that must be waited for may begin one.
+        // This comes before doubts end: a process that must be waited for may begin one.
         let all = self.end_errors(from, to);
         self.end_doubts(from, to);
-        // The object's pages first: a process that faults meanwhile waits for our lock.
+        // The object's pages go first: a process that faults meanwhile waits for our lock.
         memfd::punch(&self.object, from * PAGE as u64, (to - from) * PAGE as u64)?;
         self.map.writer().begin();
         self.emptied(from, to);
@@ -293,13 +293,13 @@ impl Engine {
         if all { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EAGAIN)) }
     }
 
-    /// Books that the object has nothing of `[from, to)` and that what was out of it is dropped. (A part of a change of the page
-    /// map, or each page one of its own.)
+    /// Books that the object has nothing of `[from, to)`, and drops pages of it that were out. (It is part of a change of the
+    /// page map if one is open; otherwise each page is a change of its own.)
     pub fn emptied(&mut self, from: u64, to: u64) {
         self.emptied_but(from, to, 0);
     }
 
-    /// The same, but for the bits `keep` of the markers.
+    /// The same, but keeps the bits `keep` of the markers.
     pub fn emptied_but(&mut self, from: u64, to: u64, keep: u8) {
         if from == to {
             return;
@@ -318,7 +318,7 @@ impl Engine {
                     m.markers.writer().set(page, PageState(marker & keep));
                 }
             }
-            // Who waited to write to a protected page goes on, and finds a page that is not.
+            // Threads that waited to write to a protected page go on, and find it unprotected.
             m.wake(from, to);
         }
         for f in &mut self.forks {

@@ -1,8 +1,8 @@
-//! Paging out: see the protocol in the head of `shared`.
+//! Pages out shared pages; the head of `shared` has the protocol.
 //!
-//! A batch goes through [`Engine::begin`] (lock: choose, mark Busy, write-protect everywhere), [`Batch::compress`] (no
-//! lock) and [`Engine::finish`] (lock: store, punch, mark). Pages that somebody touched meanwhile are no longer Busy
-//! with the batch's number, and stay.
+//! A batch passes through three steps: [`Engine::begin`] (with the lock: choose pages, mark them Busy, write-protect them
+//! everywhere), [`Batch::compress`] (without the lock), and [`Engine::finish`] (with the lock: store, punch, mark). Pages touched
+//! meanwhile are no longer Busy with the batch's number, and stay.
 
 use super::engine::Engine;
 use crate::frames::arena::PAGE;
@@ -14,16 +14,16 @@ use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
 use uzswap_sys::{blockio, memfd};
 
-/// Pages of a batch.
+/// Pages in a batch.
 pub(super) const BATCH_PAGES: usize = 64;
-/// Batch numbers are of 25 bits, as a table entry has them.
+/// Batch numbers have 25 bits, as they must fit a table entry.
 const NUMBER_MASK: u32 = (1 << 25) - 1;
 
 struct Page {
     number: u64,
     /// The hash of its kept copy.
     copy: Option<u128>,
-    /// Not to be compressed together with its neighbours: it is read at random.
+    /// It is read at random, and so not compressed together with its neighbours.
     alone: bool,
 }
 
@@ -33,15 +33,15 @@ enum Outcome {
     Packed { encoding: Encoding, at: usize, len: usize },
 }
 
-/// Some pages that leave as one object.
+/// Pages that leave as one object.
 struct Unit {
-    /// Index of the first in the batch.
+    /// Index of the first page in the batch.
     first: usize,
     order: u8,
     outcome: Outcome,
 }
 
-/// Pages on their way out; its buffers are allocated once.
+/// Pages on their way out. The buffers are allocated once.
 pub(super) struct Batch {
     number: u32,
     pages: Vec<Page>,
@@ -56,8 +56,8 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// An empty batch, which reads the pages from the object. (Without a descriptor of its own: that may be the last, and pages must
-    /// leave all the same.)
+    /// An empty batch, which reads its pages from the object. (It opens no descriptor of its own: that might be the last one
+    /// available, and pages must leave all the same.)
     pub fn new(object: Arc<OwnedFd>, algorithm: Algorithm) -> Self {
         let bytes = BATCH_PAGES * PAGE;
         Self {
@@ -74,10 +74,10 @@ impl Batch {
         }
     }
 
-    /// Reads the pages and settles what becomes of each; needs no lock, as nobody can write to them.
+    /// Reads the pages and determines the outcome for each. Needs no lock, as nobody can write to them.
     ///
     /// # Errors
-    /// The kernel's, when the object cannot be read: the batch must still be finished, and does nothing.
+    /// The kernel's, if the object cannot be read. The batch must still be finished, and then does nothing.
     pub fn compress(&mut self) -> io::Result<()> {
         self.units.clear();
         self.hashes.clear();
@@ -137,7 +137,7 @@ impl Batch {
 }
 
 impl Engine {
-    /// Takes up to `want` pages from the lists.
+    /// Takes up to `want` pages off the lists.
     fn victims(&mut self, want: usize) -> Vec<u64> {
         let mut pages = Vec::with_capacity(want + 16);
         while pages.len() < want {
@@ -161,8 +161,7 @@ impl Engine {
         n
     }
 
-    /// Fills a batch with those of `pages` that are resident, as many as it takes, and takes them off `pages` (which is
-    /// sorted).
+    /// Fills a batch with those of `pages` that are resident, as many as fit, and removes them from `pages` (which is sorted).
     pub fn begin(&mut self, batch: &mut Batch, pages: &mut Vec<u64>) {
         self.batches = (self.batches + 1) & NUMBER_MASK;
         batch.number = self.batches;
@@ -174,7 +173,7 @@ impl Engine {
                 break;
             }
             taken += 1;
-            // What was written after it was removed must be known for it.
+            // A page written to after it was removed must be known as such here.
             settled = self.settle_beyond(page, settled);
             let pte = self.pt.get(page);
             if pte.tag() != Tag::Resident {
@@ -200,7 +199,7 @@ impl Engine {
             let n = batch.pages[i..].iter().zip(first..).take_while(|(p, at)| p.number == *at).count();
             for k in 0..self.mappings.len() {
                 if self.protect_mapped(k, first, first + n as u64).is_err() {
-                    // It can be written to there: the run stays.
+                    // It can still be written to there: the run stays.
                     (first..first + n as u64).for_each(|p| self.rescue(p));
                     break;
                 }
@@ -209,10 +208,10 @@ impl Engine {
         }
     }
 
-    /// Write-protects the pages `[from, to)` that have a PTE in mapping `k`. (Where its process is gone nobody writes.)
+    /// Write-protects the pages of `[from, to)` that have a PTE in mapping `k`. (If its process is gone nobody writes.)
     ///
     /// # Errors
-    /// `EAGAIN`: its process must run first. The kernel's: not all of it was done.
+    /// `EAGAIN`: its process must run first. The kernel's: only a part was done.
     pub fn protect_mapped(&mut self, k: usize, from: u64, to: u64) -> Result<(), i32> {
         match self.ask(k, |m| m.protect_mapped(from, to)) {
             Err(libc::ESRCH) => Ok(()),
@@ -220,7 +219,7 @@ impl Engine {
         }
     }
 
-    /// Makes a page that is on its way out stay. Its write-protection goes when somebody writes.
+    /// Makes a page that is on its way out stay. Its write-protection ends at the next write.
     pub fn rescue(&mut self, page: u64) {
         let pte = self.pt.get(page);
         if pte.tag() == Tag::Busy {
@@ -233,7 +232,7 @@ impl Engine {
         pte.tag() == Tag::Busy && pte.aux() == batch
     }
 
-    /// Stores a batch and takes its pages out of the object and every mapping; returns how many left.
+    /// Stores a batch and removes its pages from the object and every mapping; returns how many left.
     pub fn finish(&mut self, batch: &mut Batch) -> usize {
         let mut left = 0;
         self.map.writer().begin();
@@ -241,9 +240,9 @@ impl Engine {
             left += self.finish_unit(batch, &u);
         }
         self.map.writer().end();
-        // What was removed while it was on its way must not be kept.
+        // Pages removed while they were on their way out must not be kept.
         batch.pages.iter().fold(0, |settled, page| self.settle_beyond(page.number, settled));
-        // What could not be stored or read stays.
+        // Pages that could not be stored or read stay.
         for page in core::mem::take(&mut batch.pages) {
             if self.is_busy_with(page.number, batch.number) {
                 self.rescue(page.number);
@@ -283,7 +282,7 @@ impl Engine {
         left
     }
 
-    /// A page has left the object.
+    /// Books that a page has left the object.
     fn left(&mut self, page: u64, outcome: &Outcome, handle: Option<u32>, index: usize) {
         let old = self.pt.get(page);
         self.count_eviction();
@@ -316,7 +315,7 @@ impl Engine {
         }
     }
 
-    /// Pages out with the lock held, until a batch more would fit: for a fault that finds no room.
+    /// For a fault that finds no room: pages out with the lock held until one more batch would fit.
     pub fn direct_reclaim(&mut self, batch: &mut Batch) {
         self.counts.direct_reclaims += 1;
         for _ in 0..64 {
@@ -334,7 +333,7 @@ impl Engine {
         }
     }
 
-    /// Pages out with the lock held where `pages` more would not fit.
+    /// Pages out with the lock held if `pages` more would not fit.
     pub fn make_room(&mut self, pages: u64) {
         if self.charged() + pages as usize * PAGE * 2 > self.options.limit {
             let mut batch = self.take_direct();
@@ -343,14 +342,14 @@ impl Engine {
         }
     }
 
-    /// Pages out one page if it can be, with the lock held.
+    /// Pages out one page if possible, with the lock held.
     pub fn evict_now(&mut self, page: u64, batch: &mut Batch) {
         self.begin(batch, &mut vec![page]);
         let _ = batch.compress();
         self.finish(batch);
     }
 
-    /// The buffers of whoever reclaims with the lock held; to be put back.
+    /// Takes the buffers for reclaim with the lock held; the caller puts them back.
     pub fn take_direct(&mut self) -> Box<Batch> {
         self.direct.take().unwrap_or_else(|| Box::new(self.new_batch()))
     }
@@ -360,7 +359,7 @@ impl Engine {
         Batch::new(self.object.clone(), self.algorithm())
     }
 
-    /// Drops list entries whose pages have gone on, when they outnumber the others.
+    /// Drops stale list entries, whose pages have moved on, when they outnumber the others.
     pub fn tidy_lists(&mut self) {
         let Self { lru, pt, resident, .. } = self;
         lru.tidy(*resident, |page, stamp| pt.get(page).is_listed_as(stamp));

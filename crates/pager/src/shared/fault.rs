@@ -1,6 +1,6 @@
-//! Serving a fault of an attached mapping.
+//! Serves a fault of an attached mapping.
 //!
-//! Every page becomes visible in a mapping here and nowhere else, by CONTINUE, after the object's page is whole.
+//! Pages become visible in a mapping only here, by CONTINUE, once the object's page is complete.
 
 use super::engine::Engine;
 use super::mapping::{Mapping, Marker};
@@ -16,14 +16,14 @@ use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Tag};
 use uzswap_sys::memfd;
 use uzswap_sys::uffd_shared::SharedFault;
 
-/// What became of a fault.
+/// Outcome of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Served {
-    /// The thread goes on (or its process is gone).
+    /// The thread goes on, or its process is gone.
     Done,
-    /// Somebody is to be told first: the thread waits until the page is unprotected.
+    /// The client is told first; the thread waits until the page is unprotected.
     Told,
-    /// The kernel is short of memory: again later.
+    /// The kernel is short of memory: try again later.
     Later,
     /// The mapping is about to change, and its process must run first.
     Soon,
@@ -33,29 +33,29 @@ pub(super) enum Served {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mapped {
     All,
-    /// The rest is to be left.
+    /// Leave the rest.
     Part,
-    /// As [`Served::Soon`].
+    /// See [`Served::Soon`].
     Soon,
 }
 
 impl Engine {
-    /// Serves a fault of mapping number `k` of the list.
+    /// Serves a fault of the `k`-th mapping in the list.
     pub fn serve(&mut self, k: usize, fault: SharedFault) -> Served {
         let m = &self.mappings[k];
         let Some(page) = fault.address.checked_sub(m.base).map(|b| (b / PAGE) as u64).filter(|p| *p < self.pages)
         else {
-            // The page behind the region is nobody's to use.
+            // Nobody uses the page behind the region.
             return self.refuse(k, fault.address);
         };
         self.settle(page, page + 1);
         self.counts.faults += 1;
         self.touched[page as usize] = self.round;
-        // (What another batch has in hand is not put out by ours, and must not be written to.)
+        // If another batch has it in hand, ours cannot page it out, and nobody may write to it.
         self.rescue(page);
         if self.mappings[k].marker(page) == Marker::Unknown {
-            // Whatever the page holds, this process alone is told; nobody else's view changes.
-            // A page that is mapped must be unmapped first, which only paging out does.
+            // Whatever the page holds, only this process gets an error; nobody else's view changes. A mapped page must first be
+            // unmapped, which only paging out does.
             let mut batch = self.take_direct();
             self.evict_now(page, &mut batch);
             self.direct = Some(batch);
@@ -69,12 +69,12 @@ impl Engine {
         self.bring(k, page, fault.write)
     }
 
-    /// Makes a touch of the page at an address of mapping `k` a SIGBUS in its process.
+    /// Makes every touch of the page at an address of mapping `k` raise SIGBUS in its process.
     fn refuse(&mut self, k: usize, address: usize) -> Served {
         match self.ask(k, |m| m.poison(address)) {
             Err(libc::EAGAIN) => Served::Soon,
-            // A page that is kept in memory (a pin, a witness) stays mapped, and only its leaving makes room for an error: who wants
-            // to write waits for that.
+            // A page that must stay in memory (a pin, a witness) stays mapped, and only its leaving makes room for the error: a
+            // thread that wants to write waits for that.
             Err(libc::EBUSY) => Served::Later,
             done => {
                 let m = &mut self.mappings[k];
@@ -88,14 +88,14 @@ impl Engine {
         }
     }
 
-    /// Ends the errors that touches of pages `[from, to)` are in some mappings, of pages that are then punched: a punch takes what is
-    /// mapped, and no errors, so an error is made way for by a page of zeros, which nobody can write to. False when a process must run
-    /// first: then it is to be tried again.
+    /// Removes the errors for pages `[from, to)` from all mappings, before those pages are punched. A punch removes what is
+    /// mapped, but no errors; so this replaces an error by a page of zeros, which nobody can write to. Returns false if a process
+    /// must run first: try again then.
     pub fn end_errors(&mut self, from: u64, to: u64) -> bool {
         let mut all = true;
         for k in 0..self.mappings.len() {
             for page in self.mappings[k].poisoned.range(from..to).copied().collect::<Vec<_>>() {
-                // (Where there is no memory for it, or the kernel refuses, the error stays.)
+                // If there is no memory for it, or the kernel refuses, the error stays.
                 let _ = memfd::populate(&self.object, page * PAGE as u64, PAGE as u64);
                 self.mappings[k].mapped.put(page, true);
                 match self.ask(k, |m| m.replace_error(page)) {
@@ -107,8 +107,8 @@ impl Engine {
         all
     }
 
-    /// Does an ioctl on mapping `k`, again where its process does something to the mapping that we are to see first, and notes when
-    /// the process is gone. `EAGAIN` where it must run before it can be done: with the lock given up.
+    /// Makes an ioctl call on mapping `k`. Repeats it while the process does something to the mapping that must be seen first,
+    /// and notes when the process is gone. `EAGAIN`: the process must run before it can be done; release the lock.
     pub fn ask(&mut self, k: usize, call: impl Fn(&Mapping) -> Result<(), i32>) -> Result<(), i32> {
         loop {
             match call(&self.mappings[k]) {
@@ -122,7 +122,7 @@ impl Engine {
         }
     }
 
-    /// A write to a page that is mapped read-only.
+    /// Serves a write to a page that is mapped read-only.
     fn write_to_protected(&mut self, k: usize, page: u64) -> Served {
         let m = &mut self.mappings[k];
         if m.marker(page) == Marker::Notify
@@ -144,7 +144,7 @@ impl Engine {
         Served::Done
     }
 
-    /// Maps a page, and what goes with it, in mapping `k`.
+    /// Maps a page, and its companions, in mapping `k`.
     pub fn bring(&mut self, k: usize, page: u64, write: bool) -> Served {
         let n = self.window(k, page);
         let n = match self.hold(page, n, write) {
@@ -160,14 +160,14 @@ impl Engine {
         if self.bring_in(k, page, page + n as u64) { Served::Done } else { Served::Soon }
     }
 
-    /// Maps pages that the object holds in mapping `k`, as their markers want. False when its process must run first.
+    /// Maps pages that the object holds in mapping `k`, as their markers ask. Returns false if its process must run first.
     pub fn bring_in(&mut self, k: usize, from: u64, to: u64) -> bool {
         let mut at = from;
         while at < to {
             let wanted = |p| match self.mappings[k].marker(p) {
                 Marker::Plain => Some(false),
                 Marker::Track | Marker::Notify => Some(true),
-                // Whoever touches it is to be told.
+                // Whoever touches it must get an error.
                 Marker::Unknown => None,
             };
             let protect = wanted(at);
@@ -185,7 +185,7 @@ impl Engine {
         true
     }
 
-    /// How many pages to bring for a fault: up to 64 KiB where faults run in sequence, one page elsewhere.
+    /// How many pages to bring for a fault: up to 64 KiB where faults run in sequence, one page otherwise.
     fn window(&mut self, k: usize, page: u64) -> usize {
         let left = (BLOCK_PAGES - (page as usize % BLOCK_PAGES)).min((self.pages - page) as usize);
         let m = &mut self.mappings[k];
@@ -210,7 +210,7 @@ impl Engine {
         n
     }
 
-    /// Sees to it that the object holds the page and up to `n` with it; returns how many it does.
+    /// Makes the object hold the page and up to `n` pages in all; returns how many it then holds.
     ///
     /// # Errors
     /// No memory, or the page is lost (its tag says so).
@@ -219,12 +219,12 @@ impl Engine {
         self.bring_back(page, n, write, false)
     }
 
-    /// The same, where doubts are settled; `gated`: with the gate closed, for the first page.
+    /// The same with doubts settled. `gated`: with the gate closed, and only for the first page.
     ///
     /// # Errors
     /// As [`Engine::hold`].
     pub fn bring_back(&mut self, page: u64, n: usize, write: bool, gated: bool) -> io::Result<usize> {
-        // What nobody has touched stays that way: it is not brought along.
+        // A page that nobody has touched stays that way: it is not brought along.
         let out = |e: &Self, p: u64| matches!(e.pt.get(p).tag(), Tag::Zero | Tag::Compressed);
         match self.pt.get(page).tag() {
             Tag::Resident => {
@@ -261,8 +261,8 @@ impl Engine {
         Ok(filled)
     }
 
-    /// Pages in doubt were filled just now: whether they may be booked. If a hole was punched before or after, they are taken out
-    /// again (nobody can have mapped them), and what they were is settled.
+    /// Pages in doubt were just filled: whether they may be booked as resident. If a hole was punched before or after that, takes
+    /// them out again (nobody can have mapped them), and settles what they were.
     fn still_there(&mut self, page: u64, n: usize) -> io::Result<bool> {
         if self.witnesses_are_there(page, page + n as u64) {
             return Ok(true);
@@ -272,7 +272,7 @@ impl Engine {
         Ok(false)
     }
 
-    /// Books pages as no longer out: keeps their copies where they may serve again. True: they left only lately.
+    /// Books pages as no longer out, and keeps copies that may serve again. Returns whether they left only recently.
     fn brought(&mut self, page: u64, n: usize, write: bool, copies: &mut [Option<u32>]) -> bool {
         let (mut close, mut major) = (false, false);
         let crowded = self.crowded();
@@ -299,7 +299,7 @@ impl Engine {
         close
     }
 
-    /// Fills a buffer with the pages from `page` on; returns how many it could.
+    /// Fills a buffer with the pages from `page` on; returns how many it could fill.
     fn fill(&mut self, page: u64, buffer: &mut [u8]) -> usize {
         for (i, out) in buffer.chunks_mut(PAGE).enumerate() {
             let pte = self.pt.get(page + i as u64);
@@ -312,7 +312,7 @@ impl Engine {
         buffer.len() / PAGE
     }
 
-    /// Fills one page, decompressing its block once for all of its pages.
+    /// Fills one page, and decompresses its block only once for all its pages.
     fn fill_one(&mut self, handle: u32, index: usize, out: &mut [u8]) -> bool {
         if self.decoded.0 != Some(handle) {
             self.decoded.0 = None;
@@ -329,7 +329,7 @@ impl Engine {
         object::hash(out) == object::stored_hash(self.store.object(handle), index)
     }
 
-    /// A page's object does not give back what was put in: everybody who touches it is told.
+    /// A page's object does not return what was stored: everybody who touches the page gets SIGBUS.
     fn lose(&mut self, page: u64) {
         self.forget(page);
         self.set(page, uzswap_mm::pagetable::Pte::new(Tag::Poisoned, 0));
@@ -342,7 +342,8 @@ impl Engine {
     /// Maps `[from, to)`, which the object holds.
     fn map_run(&mut self, k: usize, from: u64, to: u64, protect: bool) -> Mapped {
         let m = &mut self.mappings[k];
-        // Before the kernel does it: `mapped` never says too little. From now on the process may use them all unseen.
+        // Note it before the kernel does it, as `mapped` must never say too little. From now on the process may use all of them
+        // unseen.
         for p in from..to {
             m.mapped.put(p, true);
             m.seen.put(p, true);
@@ -361,19 +362,21 @@ impl Engine {
                         return Mapped::Soon;
                     }
                 }
-                // Somebody else's fault was first.
+                // Another fault was served first.
                 libc::EEXIST => {
                     m.wake(at, at + 1);
                     at += 1;
                 }
-                // What the object has is missing there: the mapping is of other pages than its process said, which alone is told.
+                // The object holds the page, but it is missing there: the mapping is of other pages than its process claimed.
+                // Only that process gets an error.
                 libc::EFAULT if memfd::has(&self.object, at * PAGE as u64).is_ok_and(|has| has) => {
                     let _ = self.refuse(k, self.mappings[k].address(at));
                     return Mapped::Part;
                 }
-                // Not in the object: punched unseen, so it reads as zeros. It may have been protected since, and that stays.
+                // The object does not hold it: it was punched unseen, so it reads as zeros. It may have been protected since, and
+                // that stays.
                 libc::EFAULT => {
-                    // (It may be a witness: that is seen to before it is made anew.)
+                    // It may be a witness; settle that before it is made anew.
                     self.settle(at, at + 1);
                     self.emptied_but(at, at + 1, WRITE_PROTECTED);
                     return Mapped::Soon;
@@ -382,7 +385,7 @@ impl Engine {
                     m.dead = true;
                     return Mapped::Part;
                 }
-                // The program has unmapped it, or it is a page poisoned before.
+                // The program has unmapped it, or the page was poisoned before.
                 _ => {
                     m.wake(at, at + 1);
                     return Mapped::Part;

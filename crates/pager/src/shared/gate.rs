@@ -1,8 +1,8 @@
-//! Holding the lock of the memory object against everybody who would punch holes in it.
+//! The gate: keeps everybody from punching holes in the memory object, by holding the object's kernel lock.
 //!
-//! `fallocate` and `madvise(MADV_REMOVE)` hold the kernel's lock of the object (its inode's) from the first page that they drop to
-//! the last, and so does `pwrite`. User space cannot take that lock by name. But a write from a buffer that is missing under a
-//! userfaultfd of our own takes it and then waits in the copy, until we fill the buffer:
+//! `fallocate` and `madvise(MADV_REMOVE)` hold the kernel's lock of the object (its inode's) from the first page they drop to the
+//! last, and so does `pwrite`. User space cannot take that lock by name. But a write from a buffer that is missing under a
+//! userfaultfd of our own takes the lock, and then waits in the copy until we fill the buffer:
 //!
 //! ```text
 //! owner (engine's lock)      gate's thread                      a client
@@ -11,11 +11,11 @@
 //! ... the gate is closed: no page leaves the object ...
 //! open: fill the buffer ───▶ goes on: unlock ─────────────────▶ goes on
 //! ```
-//! While it is closed the owner must not write to, populate or punch the object itself, nor seek in it: it would wait for itself.
-//! Whether a page is there, and filling one that is not, goes through a registered mapping of the owner's, which asks for no lock of
-//! the object's ([`Gate::holds`], [`Gate::fill`]). All of the owner's own writes and punches are made under the engine's lock, and so
-//! is all between `close` and `open`: hence they never meet. The gate's thread takes no lock of ours; all it can wait for is a punch
-//! that is under way, which waits for nobody.
+//! While the gate is closed the owner must not write to, populate or punch the object itself, nor seek in it: it would wait for
+//! itself. It asks whether a page is there, and fills a missing one, through a registered mapping of its own, which takes no lock
+//! of the object ([`Gate::holds`], [`Gate::fill`]). The owner makes all its own writes and punches under the engine's lock, and
+//! so everything between `close` and `open`; hence they never meet. The gate's thread takes no lock of ours. It can wait only for
+//! a punch that is under way, which waits for nobody.
 
 use super::owner::spawn;
 use crate::frames::arena::{self, PAGE};
@@ -29,37 +29,37 @@ use uzswap_sys::uffd::Uffd;
 use uzswap_sys::uffd_shared::{FEATURES_SHARED, SharedMessage};
 use uzswap_sys::{eventfd, memfd, sys};
 
-/// Times that a question is put again while a page table is being changed.
+/// How often a question is repeated while a page table is being changed.
 const BUSY_TRIES: usize = 1000;
 
-/// What the gate's thread does.
+/// State of the gate's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Thread {
-    /// Waits to be asked.
+    /// Waits for a request.
     Rests,
     /// Waits in the copy: the gate is closed.
     Copies,
-    /// Was let go on; `done` was not taken yet.
+    /// Was let go; its `done` was not taken yet.
     Leaves,
 }
 
 /// The gate of an object. Owner: the engine's lock.
 pub(super) struct Gate {
-    /// Of the owner's own: serves the kernel's faults.
+    /// A userfaultfd of the owner's, which serves the kernel's faults.
     uffd: OwnedFd,
-    /// The object, mapped and registered, and what it has in bytes.
+    /// The registered mapping of the object, and its length in bytes.
     base: usize,
     len: usize,
-    /// One page, registered, missing while the gate is closed.
+    /// A registered page that is missing while the gate is closed.
     buffer: usize,
-    /// Asks the thread to write.
+    /// Tells the thread to write.
     ask: Sender<()>,
-    /// Readable when it has written, or could not.
+    /// Readable when the thread has written, or could not.
     done: Arc<OwnedFd>,
     thread: Thread,
-    /// The next closings that are to fail: for tests.
+    /// For tests: this many of the next closings fail.
     pub failing: u64,
-    /// Of the next questions and fillings through it those that are refused (bit 0: the next one): for tests.
+    /// For tests: which of the next questions and fillings through it are refused (bit 0: the next one).
     pub refusing: Cell<u64>,
 }
 
@@ -76,7 +76,7 @@ impl Gate {
         // SAFETY: as above.
         let done = Arc::new(unsafe { OwnedFd::from_raw_fd(eventfd::create()?) });
         let file = File::from(object.try_clone().map_err(errno)?);
-        // The page is there from the beginning, so that the write needs no memory.
+        // The page exists from the beginning, so the write needs no memory.
         memfd::populate(object, spare, PAGE as u64).map_err(errno)?;
         let len = spare as usize + PAGE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -116,7 +116,7 @@ impl Gate {
         Uffd::from_raw(self.uffd.as_raw_fd())
     }
 
-    /// Closes the gate: when this returns without an error nobody punches a hole, until [`Gate::open`].
+    /// Closes the gate. After success nobody can punch a hole until [`Gate::open`].
     ///
     /// # Errors
     /// The kernel refuses the write; the gate is open.
@@ -142,7 +142,7 @@ impl Gate {
         }
     }
 
-    /// Waits until the thread, if it was let go on, has left the buffer.
+    /// Waits until the thread, if it was let go, has left the buffer.
     fn finish(&mut self) {
         if self.thread == Thread::Leaves {
             self.wait_done(false);
@@ -150,7 +150,7 @@ impl Gate {
         }
     }
 
-    /// Waits until the thread has written, or (`or_fault`) waits in the copy. Whether it has written.
+    /// Waits until the thread has written, or (`or_fault`) waits in the copy. Returns whether it has written.
     fn wait_done(&self, or_fault: bool) -> bool {
         loop {
             let mut polls = [&*self.done, &self.uffd].map(|fd| libc::pollfd {
@@ -169,7 +169,7 @@ impl Gate {
         }
     }
 
-    /// Opens it again.
+    /// Opens the gate again.
     pub fn open(&mut self) {
         self.thread = Thread::Leaves;
         while let Err((_, errno)) = self.uffd().zero(self.buffer, PAGE) {
@@ -177,7 +177,7 @@ impl Gate {
                 self.uffd().wake(self.buffer, PAGE);
                 return;
             }
-            // No memory for a page table: there is some sooner or later, as the kernel kills for it.
+            // There is no memory for a page table. There will be sooner or later, as the kernel kills to get some.
             std::thread::yield_now();
         }
     }
@@ -188,7 +188,7 @@ impl Gate {
         at
     }
 
-    /// Whether the object has a page: certain only while the gate is closed.
+    /// Whether the object has a page; certain only while the gate is closed.
     ///
     /// # Errors
     /// The kernel could not tell.
@@ -197,7 +197,7 @@ impl Gate {
         while_busy(|| self.uffd().is_held(self.at(page)))
     }
 
-    /// Gives the object a page that it has not; false, and nothing is changed, where it has it.
+    /// Gives the object a page that it does not have. If it has the page, returns false and changes nothing.
     ///
     /// # Errors
     /// No memory.
@@ -212,15 +212,15 @@ impl Gate {
         })
     }
 
-    /// For tests: the kernel has no memory for what is asked now.
+    /// For tests: the kernel has no memory for the current question.
     fn refused(&self) -> Result<(), Errno> {
         let coming = self.refusing.get();
         self.refusing.set(coming >> 1);
         if coming & 1 == 0 { Ok(()) } else { Err(libc::ENOMEM) }
     }
 
-    /// Which of the pages `[from, to)` the object surely has, waiting for nobody. (One that the kernel has swapped out, or
-    /// that was populated and never used, is missing here: ask [`Gate::holds`].)
+    /// Which of the pages `[from, to)` the object surely has; waits for nobody. (It misses pages that the kernel has swapped out,
+    /// or that were populated and never used: ask [`Gate::holds`] for them.)
     pub fn surely_has(&self, from: u64, to: u64) -> Vec<bool> {
         let mut bytes = vec![0u8; (to - from) as usize];
         let len = bytes.len() * PAGE;
@@ -230,7 +230,8 @@ impl Gate {
     }
 }
 
-/// Asks again where the kernel answers `EAGAIN`: as the gate's descriptor asks for no events, a page table was just being changed.
+/// Asks again while the kernel answers `EAGAIN`. The gate's descriptor asks for no events, so that means only that a page table
+/// is just being changed.
 fn while_busy(ask: impl Fn() -> Result<bool, Errno>) -> Result<bool, Errno> {
     let mut answer = ask();
     for _ in 0..BUSY_TRIES {
@@ -244,9 +245,9 @@ fn while_busy(ask: impl Fn() -> Result<bool, Errno>) -> Result<bool, Errno> {
 }
 
 fn work(asked: &Receiver<()>, object: &File, spare: u64, buffer: usize, done: &OwnedFd) {
-    // (It ends with the gate, which has the other end.)
+    // The thread ends with the gate, which has the other end.
     while let Ok(()) = asked.recv() {
-        // By the system call: the buffer is missing memory, to which no reference is formed.
+        // By a raw system call: the buffer is missing memory, to which no reference may be formed.
         // SAFETY: reads one byte of a mapping that is the gate's, whichever it is.
         let _ = unsafe { sys!(libc::SYS_pwrite64, object.as_raw_fd(), buffer, 1, spare) };
         eventfd::raise(done.as_raw_fd());
@@ -255,7 +256,7 @@ fn work(asked: &Receiver<()>, object: &File, spare: u64, buffer: usize, done: &O
 
 impl Drop for Gate {
     fn drop(&mut self) {
-        // (What the thread met there later would be another's: the next gate's buffer, perhaps.)
+        // Otherwise a later fault of the thread there might meet another mapping, such as the next gate's buffer.
         if self.thread == Thread::Copies {
             self.open();
         }
@@ -284,7 +285,8 @@ mod tests {
     fn nobody_punches_while_it_is_closed() {
         let (object, mut gate) = object();
         memfd::populate(&object, 0, 8 * PAGE as u64).unwrap();
-        // What was populated only is no data yet to those who look without the gate, and is from the first question through it on.
+        // A page that was only populated is no data yet to those who look without the gate; it is from the first question through
+        // the gate on.
         assert!(!memfd::has(&object, 0).unwrap() && !gate.surely_has(0, 8).into_iter().any(|has| has));
         assert!((0..8).all(|page| gate.holds(page).unwrap() && memfd::has(&object, page * PAGE as u64).unwrap()));
         for round in 0..200u64 {
@@ -329,8 +331,9 @@ mod tests {
         assert_eq!((gate.close(), gate.failing), (Err(libc::EIO), 0));
     }
 
-    /// The story: a gate went while its thread was about to read the buffer again, and the next one's buffer was where it had been.
-    /// The thread's fault there was taken for that of the other's thread: that gate was thought to be closed, and was open.
+    /// The story: a gate was dropped while its thread was about to read the buffer again, and the next gate's buffer came to lie
+    /// at that address. The thread's fault there was taken for one of the new gate's thread, so that gate was believed to be
+    /// closed, and was open.
     #[test]
     fn the_thread_of_one_that_is_gone_is_not_taken_for_anothers() {
         for round in 0..1000 {
