@@ -1,9 +1,9 @@
 //! The program's end of a connection for questions and orders.
 //!
-//! A forked child has a copy of it. There it would take the answers that its parent waits for, and keep what ends with the connection
-//! (protection, pins) for as long as the child lives. So the copy is closed before the program's code runs in the child. Nothing is
-//! locked for that over the fork: a question may be one that waits for hours, and what else is called before a fork may make
-//! connections and end them.
+//! A forked child has a copy of it. There the copy would take answers that the parent waits for, and keep what ends with the
+//! connection (protection, pins) as long as the child lives. So it is closed before the program's code runs in the child. No lock
+//! is held over the fork for that: a question may wait for hours, and other libraries' fork handlers may make connections and end
+//! them.
 
 use super::attach::see_forks;
 use super::owner::shut;
@@ -15,24 +15,24 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering::*};
 use std::sync::{Mutex, PoisonError};
 use uzswap_sys::raw;
 
-/// A connection on which one thing is asked at a time.
+/// A connection that carries one call at a time.
 pub(super) struct Line {
     socket: ManuallyDrop<OwnedFd>,
     entry: &'static Entry,
-    /// Who asks. In a child it may be held by a thread that there is not.
+    /// Held by the calling thread. In a forked child the holder may not exist.
     turn: Mutex<()>,
 }
 
-/// An entry of the list of connections, which is never freed.
+/// An entry in the list of connections, which is never freed.
 struct Entry {
     /// The connection's descriptor, [`FREE`] or [`CLOSED`].
     fd: AtomicI32,
     next: AtomicPtr<Entry>,
 }
 
-/// Nobody's.
+/// The entry is free.
 const FREE: i32 = -1;
-/// Of a connection that its process has no part in, being a forked child.
+/// The connection of a forked child, which has no part in it.
 const CLOSED: i32 = -2;
 
 /// The connections of this process.
@@ -64,7 +64,7 @@ fn list(fd: i32) -> &'static Entry {
 }
 
 impl Line {
-    /// Takes a connection over.
+    /// Takes ownership of a connection.
     pub fn new(socket: OwnedFd) -> Self {
         see_forks();
         Self { entry: list(socket.as_raw_fd()), socket: ManuallyDrop::new(socket), turn: Mutex::new(()) }
@@ -84,14 +84,14 @@ impl Drop for Line {
     fn drop(&mut self) {
         let fd = self.entry.fd.swap(FREE, AcqRel);
         if fd >= 0 {
-            // Also for a child that is forked just now, and does not find it in the list.
+            // This also serves a child that is forked just now, and does not find the connection in the list.
             shut(&self.socket);
             raw::close(fd);
         }
     }
 }
 
-/// In a forked child: it has none of these connections.
+/// In a forked child: closes all connections of the parent.
 pub(super) fn close_all() {
     for entry in entries() {
         let fd = entry.fd.load(Acquire);

@@ -1,7 +1,7 @@
 //! One attached mapping, as the owner sees it.
 //!
-//! `mapped` may say too much (a page whose PTE the kernel has dropped) but never too little: a page that is not marked
-//! there cannot be written through this mapping. That is what eviction relies on.
+//! `mapped` may say too much (a page whose PTE the kernel has dropped) but never too little: a page not marked there cannot be
+//! written through this mapping. Eviction relies on that.
 
 use super::engine::Engine;
 use crate::frames::arena::PAGE;
@@ -18,7 +18,7 @@ use uzswap_sys::uffd_shared::SharedFault;
 pub(super) struct Pages(Vec<u64>);
 
 impl Pages {
-    /// None of so many pages.
+    /// The empty set, with room for so many pages.
     pub fn new(pages: u64) -> Self {
         Self(vec![0; pages.div_ceil(64) as usize])
     }
@@ -26,16 +26,16 @@ impl Pages {
     pub fn has(&self, page: u64) -> bool {
         self.0[(page / 64) as usize] & (1 << (page % 64)) != 0
     }
-    /// Puts a page in, or takes it out.
+    /// Adds a page, or removes it.
     pub fn put(&mut self, page: u64, is: bool) {
         let (word, bit) = (&mut self.0[(page / 64) as usize], 1 << (page % 64));
         if is { *word |= bit } else { *word &= !bit }
     }
-    /// Takes all out.
+    /// Removes all pages.
     pub fn clear(&mut self) {
         self.0.fill(0);
     }
-    /// What it takes itself.
+    /// Bytes that the set takes.
     pub fn bytes(&self) -> usize {
         self.0.len() * 8
     }
@@ -43,46 +43,46 @@ impl Pages {
 
 /// An attached mapping. Owner: the engine's lock.
 pub(super) struct Mapping {
-    /// Its number, never used twice.
+    /// The mapping's number, never used twice.
     pub id: u64,
-    /// Its faults.
+    /// The userfaultfd of its faults.
     pub uffd: Arc<OwnedFd>,
-    /// To its watcher.
+    /// The socket to its watcher.
     pub watch: OwnedFd,
-    /// Its first byte, in its process.
+    /// Address of its first byte in its process.
     pub base: usize,
     /// Pages that may have a PTE.
     pub mapped: Pages,
-    /// Pages that were mapped since the last round of ageing: a hint.
+    /// Pages mapped since the last round of ageing: a hint.
     pub seen: Pages,
-    /// The bits that are its own, published.
+    /// The mapping's own bits, published.
     pub markers: MapFile,
-    /// The last round of ageing that its watcher has done.
+    /// The last round of ageing that its watcher has completed.
     pub aged: u32,
-    /// Recent ends of faults: a fault at one of them is sequential.
+    /// Where recent faults ended: a fault at one of these pages is sequential.
     pub streams: [(u64, u8); 8],
-    /// Next of `streams` to reuse.
+    /// Index of the entry of `streams` to reuse next.
     pub stream_next: usize,
-    /// Pages, touches of which are made an error; and some that were, where the kernel has forgotten it.
+    /// Pages whose touches raise an error, and some that once did and that the kernel has forgotten.
     pub poisoned: BTreeSet<u64>,
     /// The process is gone (`ESRCH`).
     pub dead: bool,
-    /// Faults that somebody else read, for the mapping's own thread.
+    /// Faults that another thread read, for the mapping's own thread.
     pub kept: VecDeque<SharedFault>,
-    /// Faults that could not be served yet, oldest first, and the one that is being served. (Not those that were answered meanwhile: see
+    /// Faults that could not be served yet, oldest first, and the one being served. (Not those answered meanwhile: see
     /// [`Mapping::answered`].)
     pub later: VecDeque<SharedFault>,
-    /// Wakes put off until the lock is given up, in addresses and bytes, while somebody serves for whom that is right: see `near`.
+    /// Wakes put off until the lock is released, as addresses and bytes, while a thread serves that must do so: see `near`.
     pub put_off: Option<Vec<(usize, usize)>>,
-    /// The thread whose fault was read last, and how much it is the only one that faults.
+    /// The thread whose fault was read last, and how far it is the only one that faults.
     faulter: u32,
     lone: u32,
-    /// Readable when there is something for the mapping's own thread to do.
+    /// Readable when the mapping's own thread has something to do.
     pub kick: Arc<OwnedFd>,
 }
 
-/// A thread is taken to be the only one that faults from so many faults of its own in succession on; one of another thread's takes
-/// [`OTHERS`] off.
+/// After this many faults in succession a thread counts as the only one that faults; each fault of another thread subtracts
+/// [`OTHERS`].
 const LONE: u32 = 64;
 const OTHERS: u32 = 16;
 
@@ -91,16 +91,16 @@ const OTHERS: u32 = 16;
 pub(super) enum Marker {
     /// Nothing.
     Plain,
-    /// The first write is noted.
+    /// Note the first write.
     Track,
-    /// Writes are told to the one who asked.
+    /// Report writes to the client that asked for it.
     Notify,
-    /// It is none of ours: the process gets SIGBUS.
+    /// Not one of our markers: the process gets SIGBUS.
     Unknown,
 }
 
 impl Mapping {
-    /// A mapping at `base` of another process, whose userfaultfd this is. Fails as making an eventfd does.
+    /// A mapping at `base` of another process, with that process's userfaultfd. Fails if no eventfd can be made.
     pub fn new(
         id: u64,
         uffd: OwnedFd,
@@ -135,7 +135,7 @@ impl Mapping {
         })
     }
 
-    /// Its userfaultfd.
+    /// The mapping's userfaultfd.
     pub fn uffd(&self) -> Uffd {
         Uffd::from_raw(self.uffd.as_raw_fd())
     }
@@ -145,7 +145,7 @@ impl Mapping {
         self.base + page as usize * PAGE
     }
 
-    /// What the marker of a page says.
+    /// The marker of a page.
     pub fn marker(&self, page: u64) -> Marker {
         let PageState(byte) = self.markers.map().get(page);
         if byte & !(SOFT_DIRTY | WRITE_PROTECTED) != 0 {
@@ -159,17 +159,17 @@ impl Mapping {
         }
     }
 
-    /// Marks a page as written to.
+    /// Marks a page as written.
     pub fn note_write(&self, page: u64) {
         if self.markers.tracking() {
             self.markers.writer().change(page, SOFT_DIRTY, 0);
         }
     }
 
-    /// Write-protects the pages `[from, to)` that have a PTE here.
+    /// Write-protects the pages of `[from, to)` that have a PTE here.
     ///
     /// # Errors
-    /// `EAGAIN`, `ESRCH`: as [`Engine::ask`] wants them. The kernel's: not all of it was done.
+    /// `EAGAIN`, `ESRCH`: as [`Engine::ask`] expects them. The kernel's: only a part was done.
     pub fn protect_mapped(&self, from: u64, to: u64) -> Result<(), i32> {
         let mut at = from;
         while at < to {
@@ -186,7 +186,7 @@ impl Mapping {
 
     fn protect_run(&self, from: u64, to: u64) -> Result<(), i32> {
         match self.uffd().write_protect(self.address(from), (to - from) as usize * PAGE, true) {
-            // The program has unmapped a part, or put something else there: page by page. What is not registered has no
+            // The program has unmapped a part, or put something else there: go page by page. Memory that is not registered has no
             // PTE of this mapping.
             Err(libc::ENOENT) if to - from > 1 => (from..to).try_for_each(|p| self.protect_run(p, p + 1)),
             Err(libc::ENOENT) => Ok(()),
@@ -202,7 +202,7 @@ impl Mapping {
         self.uffd().unprotect_quietly(self.address(page), PAGE)
     }
 
-    /// Maps pages that the object holds, write-protected or not, and wakes who waits for them.
+    /// Maps pages that the object holds, write-protected or not, and wakes the threads that wait for them.
     ///
     /// # Errors
     /// As [`Uffd::continue_pages`].
@@ -217,7 +217,7 @@ impl Mapping {
         mapped
     }
 
-    /// Wakes who waits for pages `[from, to)`.
+    /// Wakes threads that wait for pages `[from, to)`.
     pub fn wake(&mut self, from: u64, to: u64) {
         self.answered(from, to);
         let (at, len) = (self.address(from), (to - from) as usize * PAGE);
@@ -227,24 +227,25 @@ impl Mapping {
         }
     }
 
-    /// A fault of thread `tid`'s was read.
+    /// Notes that a fault of thread `tid` was read.
     pub fn faulted_by(&mut self, tid: u32) {
         let same = core::mem::replace(&mut self.faulter, tid) == tid;
         self.lone = if same { (self.lone + 1).min(LONE) } else { self.lone.saturating_sub(OTHERS) };
     }
 
-    /// The thread that faults, where for some time it was the only one.
+    /// The faulting thread, if it has been the only one for some time.
     pub fn lone_faulter(&self) -> Option<u32> {
         (self.lone == LONE).then_some(self.faulter)
     }
 
-    /// Whether others fault so often that there is no such thread any more.
+    /// Whether other threads fault so often that there is no lone faulting thread any more.
     pub fn many_fault(&self) -> bool {
         self.lone < LONE / 2
     }
 
-    /// Whoever waited for pages `[from, to)` goes on, and faults again where that is not enough: what was read of theirs and could not
-    /// be served is no fault any more. (Served then, a page that was removed in between would be made again, which nobody has touched.)
+    /// Threads that waited for pages `[from, to)` go on, and fault again if that is not enough. So drops their faults that were
+    /// read but not yet served. (If one were served later, a page removed in between would be made again, though nobody has
+    /// touched it.)
     pub fn answered(&mut self, from: u64, to: u64) {
         let (from, to) = (self.address(from), self.address(to));
         for faults in [&mut self.kept, &mut self.later] {
@@ -252,17 +253,17 @@ impl Mapping {
         }
     }
 
-    /// Makes every touch of the page at an address a SIGBUS in this process; wakes nobody.
+    /// Makes every touch of the page at an address raise SIGBUS in this process; wakes no thread.
     ///
     /// # Errors
     /// As [`Mapping::protect_mapped`]. `EBUSY`: a page is mapped there, as far as is known.
     pub fn poison(&self, address: usize) -> Result<(), i32> {
         let page = (address - self.base) as u64 / PAGE as u64;
         match self.uffd().poison(address, PAGE) {
-            // Its write-protection is not ours to end then. (Of the page behind the region there is no such mark.)
+            // The write-protection is not ours to end then. (The page behind the region has no such mark.)
             Err((_, libc::EEXIST)) if page < self.markers.pages() && self.mapped.has(page) => Err(libc::EBUSY),
             Err((_, libc::EEXIST)) => {
-                // A write-protection marker of the kernel's is left in the PTE: ending the protection takes it away.
+                // The kernel left a write-protection marker in the PTE; ending the protection removes it.
                 self.uffd().write_protect(address, PAGE, false)?;
                 self.uffd().poison(address, PAGE).map_err(|(_, errno)| errno)
             }
@@ -270,24 +271,25 @@ impl Mapping {
         }
     }
 
-    /// Maps a page that the object holds, write-protected, in the place of an error; wakes nobody.
+    /// Replaces an error by a page that the object holds, write-protected; wakes no thread.
     ///
     /// # Errors
     /// As [`Mapping::protect_mapped`].
     pub fn replace_error(&self, page: u64) -> Result<(), i32> {
         match self.uffd().continue_pages(self.address(page), PAGE, true, false) {
-            // There is none any more, and somebody has mapped it.
+            // The error is gone already, and a page is mapped there.
             Ok(()) | Err((_, libc::EEXIST)) => Ok(()),
             Err((_, errno)) => Err(errno),
         }
     }
 
-    /// Whether the process is there. (Protecting a page too much costs a fault; ending its protection could lose a write.)
+    /// Whether the process is there. (Probing by protecting a page costs a fault at worst; ending its protection could lose a
+    /// write.)
     pub fn is_alive(&self) -> bool {
         self.uffd().write_protect(self.base, PAGE, true) != Err(libc::ESRCH)
     }
 
-    /// Bytes of its tables.
+    /// Bytes of the mapping's tables.
     pub fn metadata_bytes(&self) -> usize {
         self.mapped.bytes() + self.seen.bytes() + self.markers.metadata_bytes() + self.poisoned.len() * 8
     }

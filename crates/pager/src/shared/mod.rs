@@ -1,13 +1,13 @@
 //! Shared regions: one memory object that several processes map, paged by its owner under a limit.
 //!
-//! The object is a memfd. Its owner gives each process that attaches the object, and gets from it a userfaultfd that is
-//! registered over that process's mapping for missing, minor and write-protection faults. So
-//! - no page becomes visible in a mapping but by the owner's CONTINUE, page by page;
+//! The object is a memfd. Its owner gives the object to each process that attaches, and gets from it a userfaultfd registered
+//! over that process's mapping for missing, minor and write-protection faults. So
+//! - a page becomes visible in a mapping only by the owner's CONTINUE, page by page;
 //! - the owner can make a page read-only in every mapping, and is told of writes to it;
 //! - a hole punched in the object takes the page out of every mapping at once.
 //!
-//! The owner itself touches pages only by `pread` and `pwrite` on the object. If it wants to use the region it attaches
-//! like everybody else.
+//! The owner itself touches pages only by `pread` and `pwrite` on the object. To use the region it attaches like any other
+//! process.
 //!
 //! ```text
 //!           ┌────────── write-protect in every mapping ──────────┐   compress     store, punch, under the lock
@@ -19,39 +19,39 @@
 //! # Why no write is lost and no page seen half
 //! 1. *Eviction.* Under the lock the page becomes Busy and is write-protected in every mapping that may have a PTE for it
 //!    (`Mapping::mapped`, set before each CONTINUE, cleared only with the page). A mapping without a PTE cannot get one: its
-//!    fault is minor, and waits for us. From here on the page does not change, and is read and compressed without the lock.
-//!    A thread that wants to write faults; serving that fault takes the page off the batch (`rescue`). Under the lock again,
-//!    a page still Busy *with this batch's number* has not been written to: it is stored, and only then punched.
-//! 2. *Page-in.* The object's page is written whole under the lock. Whoever touches it meanwhile has a minor fault, which
+//!    fault is minor, and waits for us. From here on the page does not change, and is read and compressed without the lock. A
+//!    thread that wants to write faults, and serving that fault takes the page off the batch (`rescue`). Under the lock again, a
+//!    page still Busy *with this batch's number* has not been written to: it is stored, and only then punched.
+//! 2. *Page-in.* The object's page is written whole under the lock. A thread that touches it meanwhile has a minor fault, which
 //!    waits for the lock. Then CONTINUE maps it.
-//! 3. *The kernel's own accesses* (read and write system calls, io_uring with plain buffers) go through the PTEs and fault
-//!    as the program does, where userfaultfd may serve the kernel's faults ([`SharedMapping::kernel_faults`]); elsewhere
-//!    they fail with EFAULT. What *pins* pages (direct I/O, registered buffers of io_uring, VFIO) writes to the frame
-//!    past all PTEs, and user space cannot see a pin of shared memory: a page punched under a pin loses what the device
-//!    writes. Such buffers must be pinned here first ([`SharedMapping::pin`]), which keeps their pages in memory.
-//! 4. *Behind our back.* `munmap` of a mapping costs nobody anything. `MADV_DONTNEED` drops PTEs only. What `MADV_REMOVE` drops is
-//!    dropped also where it is out, as [`SharedMapping::remove`] does it, if the owner can see it
-//!    ([`SharedMapping::sees_removes`], and how: `removes`); of a call that was killed half way a part may be done. A hole punched
-//!    through a descriptor kept from attaching is noticed where the page was in memory, but a page that was out comes back.
-//!    `mremap` loses the registration and must not be used.
+//! 3. *The kernel's own accesses* (read and write system calls, io_uring with plain buffers) go through the PTEs and fault as the
+//!    program does, where userfaultfd may serve the kernel's faults ([`SharedMapping::kernel_faults`]); elsewhere they fail with
+//!    EFAULT. What *pins* pages (direct I/O, registered buffers of io_uring, VFIO) writes to the frame past all PTEs, and user
+//!    space cannot see a pin of shared memory: a page punched under a pin loses what the device writes. Pin such buffers here
+//!    first ([`SharedMapping::pin`]); that keeps their pages in memory.
+//! 4. *Behind our back.* `munmap` of a mapping harms nobody. `MADV_DONTNEED` drops only PTEs. What `MADV_REMOVE` drops is dropped
+//!    where it is out, too, as [`SharedMapping::remove`] does it, if the owner can see it ([`SharedMapping::sees_removes`];
+//!    `removes` says how); a call that was killed half way may be done in part. A hole punched through a descriptor kept from
+//!    attaching is noticed where the page was in memory; a page that was out comes back. `mremap` loses the registration and must
+//!    not be used.
 //!
 //! # Markers
-//! Whether a page is out is a fact about the object, kept once, so every mapping has the same answer, whoever touched,
-//! dropped or removed what, mappings made later and forked children included. Soft-dirty and write-protection belong to a
-//! mapping: a byte for each page in the mapping's own map, which page-out does not touch, and which CONTINUE obeys when it
-//! comes back. Both maps are memory objects that everybody reads ([`View`]), and only the owner writes. A marker that is
-//! none of ours is an error for its process alone: SIGBUS at that page. (While the page must stay in memory, for a pin, who writes to
-//! it waits.)
+//! Whether a page is out is a fact about the object, kept once. So every mapping has the same answer, whoever touched, dropped or
+//! removed what, including mappings made later and forked children. Soft-dirty and write-protection belong to a mapping: a byte
+//! for each page in the mapping's own map, which page-out leaves alone, and which CONTINUE obeys when the page comes back. Both
+//! maps are memory objects that everybody reads ([`View`]), and only the owner writes. A marker that is not one of ours is an
+//! error for its process alone: SIGBUS at that page. (While the page must stay in memory, for a pin, a thread that writes to it
+//! waits.)
 //!
 //! # Who can harm whom
-//! A process may attach when it is of the owner's user. (Root's may not, where that is another: nobody waits for somebody whom he does not
-//! trust, and who attaches waits for the owner at each fault.) It can write to the memory (that is what it is for) and
-//! order pages out or dropped. Dead, stopped or mute it harms nobody: its faults have a thread of their own, the ioctls
-//! need no answer, and nobody waits for its sockets. When the *owner* ends, the others get SIGBUS and a message: `attach`.
+//! A process may attach if it is of the owner's user. (Root's may not, if the owner is another user: nobody should wait for
+//! somebody he does not trust, and an attached process waits for the owner at each fault.) It can write to the memory (that is
+//! what it is for) and order pages out or dropped. A dead, stopped or mute process harms nobody: its faults have a thread of
+//! their own, the ioctls need no answer, and nobody waits for its sockets. When the *owner* ends, the others get SIGBUS and a
+//! message: `attach`.
 //!
-//! Read on: `engine` (tables), `evict`, `fault`, `mapping` (one mapping, as the owner sees it), `owner` (threads), `calls`
-//! (what can be asked), `removes` (with `gate`: MADV_REMOVE), `attach` (the other side; `line`: its questions), `wire`
-//! (messages).
+//! Read on: `engine` (tables), `evict`, `fault`, `mapping` (one mapping, as the owner sees it), `owner` (threads), `calls` (what
+//! can be asked), `removes` (with `gate`: MADV_REMOVE), `attach` (the other side; `line`: its questions), `wire` (messages).
 
 mod attach;
 mod calls;
@@ -86,36 +86,36 @@ use std::time::Duration;
 pub use view::View;
 use wire::op;
 
-/// How a shared region is made.
+/// How to make a shared region.
 #[derive(Clone, Debug)]
 pub struct SharedOptions {
     /// Bytes that the object's pages in memory and the pool may take together.
     pub limit: usize,
     /// How pages are compressed.
     pub compressor: Compressor,
-    /// Whether the page map tells swapped pages from those never touched; without, neither is present and that is all.
+    /// Whether the page map distinguishes swapped pages from those never touched; without it, both are simply not present.
     pub markers: bool,
-    /// Whether what hardly ever happens can be made to happen, by whoever may attach: for tests.
+    /// For tests: whether anybody who may attach can cause rare events.
     #[doc(hidden)]
     pub injectable: bool,
 }
 
 impl SharedOptions {
-    /// A limit, and the defaults.
+    /// Options with this limit (bytes), and defaults otherwise.
     #[must_use]
     pub fn new(limit: usize) -> Self {
         Self { limit, compressor: Compressor::Lz4, markers: true, injectable: false }
     }
 }
 
-/// Figures of a shared region; bytes, except the counts.
+/// Figures of a shared region; in bytes, except the counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SharedStats {
-    /// In memory.
+    /// Pages in memory.
     pub resident: usize,
-    /// Pages (their uncompressed size) in the pool.
+    /// Pages in the pool, by their uncompressed size.
     pub stored: usize,
-    /// Pages out that are all zeros and take nothing.
+    /// Pages out that are all zeros and take no room.
     pub zeros: usize,
     /// What the pool holds from the kernel.
     pub pool: usize,
@@ -123,29 +123,29 @@ pub struct SharedStats {
     pub charged: usize,
     /// The tables, which the limit does not bound.
     pub metadata: usize,
-    /// Processes' mappings.
+    /// Mappings of all processes (count).
     pub mappings: u64,
-    /// Faults served.
+    /// Faults served (count).
     pub faults: u64,
-    /// Faults that decompressed.
+    /// Faults that decompressed (count).
     pub major_faults: u64,
-    /// Faults of writes to protected pages.
+    /// Write faults on protected pages (count).
     pub wp_faults: u64,
-    /// Pages compressed, ever.
+    /// Pages compressed so far (count).
     pub swpout: u64,
-    /// Pages put out with the copy they had, ever.
+    /// Pages that left with the copy they still had, so far (count).
     pub swpout_clean: u64,
-    /// Faults that had to make room first.
+    /// Faults that had to make room first (count).
     pub direct_reclaims: u64,
     /// Times the limit could not be kept.
     pub over_limit: u64,
-    /// Pages lost.
+    /// Pages lost (count).
     pub poisoned: u64,
-    /// Ranges of which it is open whether `madvise` has removed them: see [`SharedControl::sees_removes`].
+    /// Ranges that `madvise` may or may not have removed (count): see [`SharedControl::sees_removes`].
     pub doubts: u64,
-    /// Pages lost because it could not be seen whether they were removed.
+    /// Pages lost because it could not be seen whether they were removed (count).
     pub unvouched: u64,
-    /// Of `faults`, those served on the CPU of the thread that faulted, as is done where one faults again and again.
+    /// The part of `faults` served on the CPU of the faulting thread, as is done where one thread faults again and again.
     pub near_faults: u64,
 }
 
@@ -175,12 +175,12 @@ impl SharedStats {
     }
 }
 
-/// The owner of a shared region. When it is dropped, or its process ends, the region is lost to everybody.
+/// The owner of a shared region. When it is dropped, or its process ends, the region is lost for everybody.
 #[derive(Debug)]
 pub struct SharedRegion {
     orders: Mutex<OwnedFd>,
     control: SharedControl,
-    /// Where it was served first.
+    /// Where the region was first served.
     path: Arc<OnceLock<PathBuf>>,
     process: u32,
 }
@@ -189,8 +189,8 @@ impl SharedRegion {
     /// Makes a region of `size` bytes (rounded up to pages), which nobody has mapped yet.
     ///
     /// # Errors
-    /// `InvalidInput`: no size, a limit below [`LEAST_LIMIT`], or a level the compressor has not. `OutOfMemory`: it is so large that
-    /// there is no memory for its tables, some five bytes for each of its pages, touched or not. The kernel's.
+    /// `InvalidInput`: no size, a limit below [`LEAST_LIMIT`], or a level that the compressor does not have. `OutOfMemory`: there
+    /// is no memory for its tables, some five bytes for each of its pages, touched or not. The kernel's.
     pub fn create(size: usize, options: &SharedOptions) -> io::Result<Self> {
         if size == 0 || options.limit < LEAST_LIMIT {
             return Err(too_small());
@@ -212,15 +212,15 @@ impl SharedRegion {
         Ok(self.orders.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
     }
 
-    /// Lets processes of this user attach at a Unix socket, which is made here and must not exist. It goes when the region does. An owner
-    /// that was killed leaves it: nobody listens there then, so that [`SharedControl::connect`] is refused (`ConnectionRefused`), and who
-    /// sees that removes the file and serves anew.
+    /// Lets processes of this user attach at a Unix socket. This makes the socket, which must not exist, and the region removes
+    /// it when dropped. An owner that was killed leaves the socket behind. Nobody listens there then, so
+    /// [`SharedControl::connect`] is refused (`ConnectionRefused`); whoever sees that removes the file and serves anew.
     ///
     /// # Errors
-    /// `InvalidInput` where the path cannot be a socket's; else the kernel's.
+    /// `InvalidInput` if the path cannot be a socket's; otherwise the kernel's.
     pub fn serve(&self, path: &Path) -> io::Result<()> {
         let path = std::path::absolute(path)?;
-        // (The owner can answer with a number only.)
+        // The owner can answer only with an error number.
         uzswap_sys::socket::check_path(&path)?;
         let orders = self.orders()?;
         let bytes = path.as_os_str().as_bytes();
@@ -228,7 +228,7 @@ impl SharedRegion {
         uzswap_sys::socket::send(&orders, bytes, &[])?;
         match wire::receive(&orders)?.0[0] {
             0 => {
-                // (Of several each does.)
+                // Only the first path is kept, though each of several is served.
                 let _ = self.path.set(path);
                 Ok(())
             }
@@ -245,11 +245,11 @@ impl SharedRegion {
         Ok(SharedMapping { attached: Attached::new(socket, self.path.clone())? })
     }
 
-    /// Changes the limit to `bytes`, and makes room for a smaller one; all go on using the region meanwhile. Returns the bytes that count
-    /// against it then: more than `bytes` where what there is does not compress into them, or is pinned.
+    /// Changes the limit to `bytes`, and makes room if it shrinks; everybody can use the region meanwhile. Returns the bytes
+    /// charged afterwards: more than `bytes` if the contents do not compress that far, or are pinned.
     ///
     /// # Errors
-    /// `InvalidInput`: less than [`LEAST_LIMIT`]. In a forked child, which does not own it.
+    /// `InvalidInput`: less than [`LEAST_LIMIT`]. Any error in a forked child, which does not own the region.
     pub fn set_limit(&self, bytes: usize) -> io::Result<usize> {
         if bytes < LEAST_LIMIT {
             return Err(too_small());
@@ -258,7 +258,7 @@ impl SharedRegion {
         self.control.call(&[op::SHRINK]).map(|w| w[1] as usize)
     }
 
-    /// Questions and orders.
+    /// The owner's connection for questions and orders.
     #[must_use]
     pub fn control(&self) -> &SharedControl {
         &self.control
@@ -282,10 +282,10 @@ impl Drop for SharedRegion {
     }
 }
 
-/// Questions and orders about a shared region, of its owner or anybody who may attach.
+/// Questions and orders about a shared region, from its owner or anybody who may attach.
 ///
-/// Ranges are bytes of the region, widened to pages. A forked child has no part in its parent's connection: all that it asks is
-/// refused (`NotConnected`), and what it wants to know of its own it asks by a new one. (The page map it can read.)
+/// Ranges are bytes of the region, widened to pages. A forked child has no part in its parent's connection: every call there is
+/// refused (`NotConnected`), and the child makes a connection of its own instead. (It can read the page map.)
 pub struct SharedControl {
     line: Line,
     pages: u64,
@@ -300,7 +300,7 @@ impl std::fmt::Debug for SharedControl {
 }
 
 impl SharedControl {
-    /// Connects to the region served at a path.
+    /// Connects to the region served at `path`.
     ///
     /// # Errors
     /// `PermissionDenied`: it is another user's. The kernel's.
@@ -323,25 +323,25 @@ impl SharedControl {
         self.call(&[what, from, to, more])
     }
 
-    /// Bytes of the region.
+    /// Length of the region in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.pages as usize * crate::frames::arena::PAGE
     }
 
-    /// Whether there are none: never.
+    /// Whether its length is zero: never.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.pages == 0
     }
 
-    /// The page map, without what belongs to a mapping.
+    /// The page map, without the bits that belong to a mapping.
     #[must_use]
     pub fn page_map(&self) -> &View {
         &self.view
     }
 
-    /// Pages a range out; returns the pages that went. What is touched meanwhile stays.
+    /// Pages out a range; returns the pages that left. Pages touched meanwhile stay.
     ///
     /// # Errors
     /// `InvalidInput`: not within the region. `UnexpectedEof`: the owner is gone.
@@ -349,7 +349,7 @@ impl SharedControl {
         self.call_range(op::PAGEOUT, range, 0).map(|w| w[1])
     }
 
-    /// Brings what is out of a range into memory; returns the pages that came.
+    /// Brings pages of a range that are out into memory; returns how many came.
     ///
     /// # Errors
     /// As [`SharedControl::page_out`].
@@ -357,18 +357,18 @@ impl SharedControl {
         self.call_range(op::PAGEIN, range, 0).map(|w| w[1])
     }
 
-    /// Drops a range's contents, in memory and out: it reads as zeros, and for every mapping is as if never touched. So does what
-    /// was lost, also in a process that has had SIGBUS there.
+    /// Drops a range's contents, in memory and out: it reads as zeros, and for every mapping is as if never touched. So do lost
+    /// pages, also in a process that has had SIGBUS there.
     ///
     /// # Errors
-    /// `ResourceBusy`: there is a pin. `WouldBlock`: it is done, but a process that is stopped in a call of `madvise` still has SIGBUS
-    /// where it had it before. As [`SharedControl::page_out`].
+    /// `ResourceBusy`: there is a pin. `WouldBlock`: it is done, but a process that is stopped in a call of `madvise` still gets
+    /// SIGBUS where it got it before. As [`SharedControl::page_out`].
     pub fn remove(&self, range: Range<usize>) -> io::Result<()> {
         self.call_range(op::REMOVE, range, 0).map(drop)
     }
 
-    /// Begins a round of ageing: each mapping drops its PTEs, so that pages in use show it by a (cheap) fault. What
-    /// [`SharedControl::page_out_idle`] and [`SharedControl::working_set`] know, they know from rounds.
+    /// Begins a round of ageing: each mapping drops its PTEs, so that pages in use show themselves by a (cheap) fault.
+    /// [`SharedControl::page_out_idle`] and [`SharedControl::working_set`] know only what rounds have shown.
     ///
     /// # Errors
     /// `UnexpectedEof`: the owner is gone.
@@ -376,7 +376,7 @@ impl SharedControl {
         self.call(&[op::AGE]).map(drop)
     }
 
-    /// Pages out what has not been touched since the last round that began `time` ago or earlier; returns the pages.
+    /// Pages out what was not touched since the last round that began at least `time` ago; returns the pages that left.
     ///
     /// # Errors
     /// `UnexpectedEof`: the owner is gone.
@@ -384,8 +384,8 @@ impl SharedControl {
         self.call(&[op::IDLE, milliseconds(time)]).map(|w| w[1])
     }
 
-    /// Pages in memory that were touched since the last round that began `time` ago or earlier (all that are in memory,
-    /// when there was none).
+    /// Pages in memory that were touched since the last round that began at least `time` ago (without such a round, all pages in
+    /// memory).
     ///
     /// # Errors
     /// `UnexpectedEof`: the owner is gone.
@@ -393,7 +393,7 @@ impl SharedControl {
         self.call(&[op::WORKING_SET, milliseconds(time)]).map(|w| w[1])
     }
 
-    /// Figures.
+    /// Figures of the region.
     ///
     /// # Errors
     /// `UnexpectedEof`: the owner is gone.
@@ -403,14 +403,14 @@ impl SharedControl {
         Ok(SharedStats { doubts: more[2], unvouched: more[3], near_faults: more[4], ..stats })
     }
 
-    /// Whether the owner sees what processes remove by `madvise(MADV_REMOVE)`. It does where it may serve the kernel's own faults:
-    /// elsewhere such a call drops what is in memory only, and [`SharedControl::remove`] is to be used.
+    /// Whether the owner sees what processes remove by `madvise(MADV_REMOVE)`. It does if it may serve the kernel's own faults.
+    /// Otherwise such a call drops only pages in memory; use [`SharedControl::remove`] instead.
     #[must_use]
     pub fn sees_removes(&self) -> bool {
         self.sees_removes
     }
 
-    /// Makes something happen that hardly ever does: for tests.
+    /// For tests: makes a rare event happen.
     ///
     /// # Errors
     /// `PermissionDenied`: the region was not made for that. `UnexpectedEof`: the owner is gone.
@@ -419,14 +419,14 @@ impl SharedControl {
         self.call(&[op::INJECT, what, n]).map(drop)
     }
 
-    /// Write-protects a range in every mapping, those made later included, or in the one with number `mapping`: who writes
-    /// to it waits until [`SharedControl::unprotect`], and [`SharedControl::next_write`] tells of it. One connection of a
+    /// Write-protects a range in every mapping, those made later included, or in the mapping with number `mapping`. Threads that
+    /// write to it wait until [`SharedControl::unprotect`], and [`SharedControl::next_write`] reports them. One connection of a
     /// region can do that at a time. When the connection ends so does the protection.
     ///
     /// # Errors
-    /// `ResourceBusy`: another does it. `NotFound`: no such mapping. `WouldBlock`: a process that is stopped in a call of `madvise` was
-    /// waited for in vain, for 20 seconds. Then a part of the range may be protected, which [`SharedControl::unprotect`] ends. As
-    /// [`SharedControl::page_out`].
+    /// `ResourceBusy`: another connection does it. `NotFound`: no such mapping. `WouldBlock`: a process that is stopped in a call
+    /// of `madvise` did not go on within 20 seconds; a part of the range may then be protected, which
+    /// [`SharedControl::unprotect`] ends. As [`SharedControl::page_out`].
     pub fn protect(&self, range: Range<usize>, mapping: Option<u64>) -> io::Result<()> {
         self.call_range(op::PROTECT, range, mapping.unwrap_or(wire::ALL)).map(drop)
     }
@@ -439,8 +439,8 @@ impl SharedControl {
         self.call_range(op::UNPROTECT, range, mapping.unwrap_or(wire::ALL)).map(drop)
     }
 
-    /// Waits for a write to a protected page; returns the byte at which the page begins, or None after `time`. Other calls
-    /// of this connection wait meanwhile.
+    /// Waits for a write to a protected page. Returns the offset of the page in the region (bytes), or None after `time`. Other
+    /// calls on this connection wait meanwhile.
     ///
     /// # Errors
     /// `UnexpectedEof`: the owner is gone.
@@ -464,28 +464,28 @@ impl std::fmt::Debug for SharedMapping {
 }
 
 impl SharedMapping {
-    /// Attaches the region served at a path.
+    /// Attaches the region served at `path`.
     ///
     /// # Errors
-    /// `PermissionDenied`: it is another user's, or userfaultfd is not to be had. The kernel's.
+    /// `PermissionDenied`: the owner is another user, or this process may not use userfaultfd. The kernel's.
     pub fn attach(path: &Path) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
         Ok(Self { attached: Attached::new(attach::connect(&path)?, Arc::new(path.into()))? })
     }
 
-    /// The first byte. Others write to the memory meanwhile, so references into it must not be formed but to atomics.
+    /// Address of the first byte. Others write to the memory meanwhile, so no references into it may be formed except to atomics.
     #[must_use]
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.attached.base as *mut u8
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.attached.len
     }
 
-    /// Whether there are none: never.
+    /// Whether its length is zero: never.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.attached.len == 0
@@ -497,13 +497,13 @@ impl SharedMapping {
         self.attached.id()
     }
 
-    /// Whether system calls may be given pointers to pages that are out (they fail with EFAULT else).
+    /// Whether system calls may be given pointers to pages that are out (otherwise they fail with EFAULT).
     #[must_use]
     pub fn kernel_faults(&self) -> bool {
         self.attached.kernel_faults()
     }
 
-    /// Whether what this process removes by `madvise(MADV_REMOVE)` is seen: see [`SharedControl::sees_removes`].
+    /// Whether the owner sees what this process removes by `madvise(MADV_REMOVE)`: see [`SharedControl::sees_removes`].
     #[must_use]
     pub fn sees_removes(&self) -> bool {
         self.attached.sees_removes()
@@ -539,20 +539,22 @@ impl SharedMapping {
         self.attached.call_range(op::REMOVE, range, 0).map(drop)
     }
 
-    /// Clears this mapping's soft-dirty bits of a range: the next write to each page sets it again. Before bits are first
+    /// Clears this mapping's soft-dirty bits of a range; the next write to each page sets its bit again. Before bits are first
     /// cleared every page counts as written, as in the kernel.
     ///
     /// # Errors
-    /// `WouldBlock`: a call of `madvise` of this process's has not gone on for 20 seconds; no bit is cleared. As [`SharedControl::page_out`].
+    /// `WouldBlock`: a call of `madvise` in this process has not gone on for 20 seconds; no bit is cleared. As
+    /// [`SharedControl::page_out`].
     pub fn clear_soft_dirty(&self, range: Range<usize>) -> io::Result<()> {
         self.attached.call_range(op::CLEAR_SOFT_DIRTY, range, 0).map(drop)
     }
 
-    /// Clears this mapping's soft-dirty bits of a range and returns the pages whose bit was set, by number: in one step,
-    /// so that no write is missed.
+    /// Clears this mapping's soft-dirty bits of a range and returns the numbers of the pages whose bit was set: in one step, so
+    /// that no write is missed.
     ///
     /// # Errors
-    /// As [`SharedMapping::clear_soft_dirty`]; of a range of more than 896 pages the bits of a part may be cleared, and are lost.
+    /// As [`SharedMapping::clear_soft_dirty`]. Of a range of more than 896 pages, the bits of a part may have been cleared, and
+    /// are lost.
     pub fn take_soft_dirty(&self, range: Range<usize>) -> io::Result<Vec<u64>> {
         let (mut at, to) = pages_of(range, self.len())?;
         let mut dirty = Vec::new();
@@ -565,7 +567,7 @@ impl SharedMapping {
         Ok(dirty)
     }
 
-    /// Sets a marker's byte as it is: to see what becomes of one that nobody knows.
+    /// For tests: sets a marker's byte to any value, to see what becomes of an unknown one.
     ///
     /// # Errors
     /// As [`SharedControl::page_out`].

@@ -1,28 +1,29 @@
-//! Serving a mapping's faults beside the thread that faults.
+//! Serves a mapping's faults on the CPU of the thread that faults.
 //!
-//! On a machine that is idle besides, a fault that a thread on another CPU serves wakes two CPUs from their sleep, first the one where it
-//! is served, then that of the thread that waits: 73 µs on the machine this was built on, of which serving takes 4. So where one
-//! thread faults again and again another one serves it *on its own CPU*, at idle policy, as `handler` does for private memory (there is
-//! why: a CPU that runs only idle-policy threads counts as idle, so who is woken goes on right there): 11 µs.
+//! On an otherwise idle machine, serving a fault on another CPU wakes two CPUs from their sleep: first the one that serves it,
+//! then that of the waiting thread. That takes 73 µs on the machine this was built on, of which serving takes 4. So where one
+//! thread faults again and again, a second thread of the owner serves it *on its own CPU*, at idle policy: 11 µs. `handler` does
+//! the same for private memory (and says why: a CPU that runs only idle-policy threads counts as idle, so a woken thread goes on
+//! right there).
 //!
 //! An idle-policy thread gets next to nothing of a CPU that others want. Three rules make up for that.
 //!
-//! 1. It wakes nobody with the engine's lock held: the program would take the CPU from it in the call, and everybody else would wait
-//!    for the lock as long as the program computes. The wakes are put off until the lock is given up (`Mapping::put_off`).
-//! 2. The mapping's own thread, of normal policy, is its *guard*: while the other serves, it looks every [`LOOK_MS`] whether a fault
-//!    waits that was not read, or was read and its thread not woken, at two looks in succession. Then it wakes all who wait (who faults
-//!    again is served again), and serves by itself for some time.
-//! 3. Where it is not faster than the guard was just before, it is not used for some time either: on a machine that has much to do no
-//!    CPU sleeps, and the guard's way costs 5 µs.
+//! 1. It wakes no thread with the engine's lock held: the program would take the CPU from it within that call, and everybody else
+//!    would wait for the lock as long as the program computes. Wakes are put off until the lock is released (`Mapping::put_off`).
+//! 2. The mapping's own thread, of normal policy, is its *guard*. While the second thread serves, the guard checks every
+//!    [`LOOK_MS`] for a fault that was not read, or was read and its thread not woken, at two looks in succession. Then it wakes
+//!    all waiting threads (those not served yet fault again), and serves by itself for some time.
+//! 3. If the second thread is not faster than the guard was just before, it is not used for some time either: on a busy machine
+//!    no CPU sleeps, and the guard's way costs 5 µs.
 //!
-//! Who is preempted with the lock held, by what else runs on that CPU, keeps others waiting until the scheduler gives even an idle-policy
-//! thread a moment: some milliseconds, once, as its guard then serves.
+//! If other work on that CPU preempts the second thread with the lock held, others wait until the scheduler gives even an
+//! idle-policy thread a moment: some milliseconds, and only once, as the guard then serves.
 //!
-//! It makes room for its faults by itself, and leaves the reclaim thread asleep: that one would work on another CPU, and each of them
-//! would wait for the other's lock, and wake it from sleep, time and again (random reads and writes of 256 MiB in 96, one process: 44 µs
-//! an access with the reclaim thread, 31 without; two processes 43 to 53 and 39 to 44).
+//! The second thread makes room for its faults by itself, and leaves the reclaim thread asleep. Reclaim would run on another CPU,
+//! and each of the two would wait for the other's lock, and wake the other, time and again (random reads and writes of 256 MiB in
+//! 96, one process: 44 µs an access with the reclaim thread, 31 without; two processes 43 to 53 and 39 to 44).
 //!
-//! Both threads may serve at a time: messages are read, and faults served, under the engine's lock.
+//! Both threads may serve at the same time: messages are read, and faults served, under the engine's lock.
 
 use super::fault::Served;
 use super::mapping::Mapping;
@@ -37,37 +38,37 @@ use uzswap_sys::eventfd;
 use uzswap_sys::thread::{self, Cpus};
 use uzswap_sys::uffd::Uffd;
 
-/// Between two looks of the guard (milliseconds).
+/// Time between two looks of the guard (milliseconds).
 const LOOK_MS: i32 = 2;
-/// Looks after which it is decided whether it is faster so.
+/// After this many looks the guard decides whether the second thread is faster.
 const TRIAL: u32 = 10;
-/// Looks in succession with few faults, after which the guard serves by itself again; and how many are few.
+/// After this many looks in succession with few faults the guard serves by itself again; and how many are few.
 const QUIET: u32 = 25;
 const FEW: u64 = 4;
-/// Faults in succession that the guard's own pace is taken from.
+/// Faults in succession over which the guard's own pace is measured.
 const PACE: u32 = 64;
-/// Faults that are longer apart are not of one such succession.
+/// A longer gap between faults ends such a succession.
 const RARE: Duration = Duration::from_millis(1);
-/// For how long it is not tried again, the first time and at most.
+/// How long the second thread is not tried again, at first and at most.
 const HOLD: Duration = Duration::from_millis(100);
 const HOLD_MOST: Duration = Duration::from_secs(10);
-/// Faults between two looks at where the program is.
+/// Faults between two checks where the program runs.
 const EVERY: u64 = 256;
 
 /// What the two threads of a mapping share.
 struct Near {
-    /// Whether faults are served beside who faults.
+    /// Whether the second thread serves.
     on: AtomicBool,
-    /// Whether the thread is to end.
+    /// Whether the second thread is to end.
     ended: AtomicBool,
-    /// Faults that were served so.
+    /// Faults that the second thread has served.
     served: AtomicU64,
-    /// A fault was read whose thread may not have been woken.
+    /// Whether a fault was read whose thread may not have been woken yet.
     owes: AtomicBool,
     /// Readable after a change of the first two.
     kick: OwnedFd,
     uffd: Arc<OwnedFd>,
-    /// The guard's: see `Mapping::kick`.
+    /// The guard's eventfd: see `Mapping::kick`.
     guard: Arc<OwnedFd>,
 }
 
@@ -83,7 +84,7 @@ impl Near {
 }
 
 impl Server {
-    /// The thread.
+    /// The second thread.
     fn serve_near(&self, id: u64, near: &Near) {
         thread::keep_io_priority();
         thread::set_idle_policy(0, true);
@@ -98,7 +99,7 @@ impl Server {
             if polls[0].revents != 0 {
                 eventfd::take(near.kick.as_raw_fd());
             }
-            // It slept: while the program stays on this CPU the next fault always finds this thread runnable.
+            // It has slept. (While the program stays on this CPU, its next fault always finds this thread runnable.)
             let mut moved = true;
             while near.on.load(SeqCst) && self.serve_one(id, near, &mut cpu, moved) {
                 moved = near.served.load(Relaxed).is_multiple_of(EVERY);
@@ -106,7 +107,7 @@ impl Server {
         }
     }
 
-    /// Serves a fault, if there is one; whether there was.
+    /// Serves a fault, if there is one; returns whether there was.
     fn serve_one(&self, id: u64, near: &Near, cpu: &mut Option<usize>, moved: bool) -> bool {
         self.held.reading();
         self.held.beside(wire::BEFORE_READING);
@@ -148,7 +149,7 @@ impl Server {
     }
 }
 
-/// Has the calling thread go where thread `tid` is.
+/// Moves the calling thread to the CPU of thread `tid`.
 fn go_to(cpu: &mut Option<usize>, tid: u32) {
     let is = thread::cpu_of_any(tid);
     if is.is_some() && is != *cpu {
@@ -157,10 +158,10 @@ fn go_to(cpu: &mut Option<usize>, tid: u32) {
     }
 }
 
-/// The mapping's own thread, as far as it has to do with the other.
+/// The state of a mapping's own thread as guard of the second one.
 pub(super) struct Guard {
     near: Arc<Near>,
-    /// Whether the other was started.
+    /// Whether the second thread was started.
     started: bool,
     base: usize,
     len: usize,
@@ -168,10 +169,10 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// That of a mapping of so many bytes, the page behind the region included.
+    /// The guard of a mapping of `len` bytes, the page behind the region included.
     ///
     /// # Errors
-    /// There is no descriptor to be had.
+    /// No descriptor is available.
     pub fn new(m: &Mapping, len: usize) -> io::Result<Self> {
         // SAFETY: just made, and owned by nobody.
         let kick = unsafe { OwnedFd::from_raw_fd(eventfd::create().map_err(io::Error::from_raw_os_error)?) };
@@ -187,12 +188,12 @@ impl Guard {
         Ok(Self { near: Arc::new(near), started: false, base: m.base, len, judge: Judge::new(Instant::now()) })
     }
 
-    /// Whether the other is to serve.
+    /// Whether the second thread is to serve.
     pub fn is_on(&self) -> bool {
         self.near.on.load(SeqCst)
     }
 
-    /// How long may be waited (milliseconds) by who has to do something else after `timeout` (-1: never).
+    /// How long the guard may wait (milliseconds) if it has something else to do after `timeout` (-1: never).
     pub fn patience(&self, timeout: i32) -> i32 {
         match timeout {
             _ if !self.is_on() => timeout,
@@ -201,7 +202,7 @@ impl Guard {
         }
     }
 
-    /// Looks after the other; `readable`: a fault waits. Whether it goes on.
+    /// Checks on the second thread; `readable`: a fault waits. Returns whether it goes on serving.
     pub fn look(&mut self, server: &Server, readable: bool) -> bool {
         if !self.is_on() {
             self.judge.end();
@@ -213,13 +214,13 @@ impl Guard {
         if stays == Stays::Starved || (stays == Stays::No && !always) {
             self.near.set(&self.near.on, false);
             self.judge.end();
-            // Whoever it has served and not woken; who has not been served faults again.
+            // Wakes threads that it has served and not woken; a thread that has not been served faults again.
             self.near.uffd().wake(self.base, self.len);
         }
         self.is_on()
     }
 
-    /// This thread has served so many faults: has the other serve those to come where that may be faster.
+    /// The guard has served `served` faults: lets the second thread serve from now on if that may be faster.
     pub fn consider(&mut self, server: &Arc<Server>, id: u64, served: u32) {
         let always = served > 0 && server.always_near.load(Relaxed);
         let lone = || server.engine().mapping(id).is_some_and(|m| m.lone_faulter().is_some());
@@ -243,40 +244,40 @@ impl Drop for Guard {
     }
 }
 
-/// Who decides which of the two serves.
+/// Decides which of the two threads serves.
 struct Judge {
     stage: Stage,
-    /// What a fault takes that the guard serves, and what the program does before the next.
+    /// Time per fault when the guard serves, including what the program does before the next one.
     pace: Duration,
-    /// The other is not to serve before, and for how long that was.
+    /// The second thread must not serve before this time; and how long that break was.
     not_before: Instant,
     hold: Duration,
 }
 
 enum Stage {
-    /// The guard serves: since when, how many, and when the last.
+    /// The guard serves: since when, how many faults, and the time of the last one.
     Own { since: Instant, count: u32, last: Instant },
-    /// The other does.
+    /// The second thread serves.
     Near {
         since: Instant,
-        /// What it had served then, and at the last look.
+        /// Faults it had served when it began, and at the last look.
         from: u64,
         seen: u64,
         looks: u32,
-        /// Whether somebody waited for it at the last look.
+        /// Whether a fault was waiting for it at the last look.
         late: bool,
         /// Looks in succession with few faults.
         quiet: u32,
     },
 }
 
-/// Whether the other goes on serving.
+/// Whether the second thread goes on serving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stays {
     Yes,
-    /// It is no better, or there is nothing to do.
+    /// It is no faster, or there is nothing to do.
     No,
-    /// It does not get on.
+    /// It makes no progress.
     Starved,
 }
 
@@ -286,14 +287,14 @@ impl Judge {
         Self { stage, pace: Duration::ZERO, not_before: now, hold: HOLD }
     }
 
-    /// The guard has served so many; whether the other may be tried.
+    /// Notes that the guard has served `faults` faults; returns whether the second thread may be tried.
     fn served(&mut self, now: Instant, faults: u32) -> bool {
         let Stage::Own { since, count, last } = &mut self.stage else { return false };
         if faults == 0 {
             return false;
         }
         if now - core::mem::replace(last, now) > RARE {
-            // (It would seem slower than it is.)
+            // Counting this gap in would make the guard seem slower than it is.
             (*since, *count) = (now, 0);
             return false;
         }
@@ -306,7 +307,7 @@ impl Judge {
         now >= self.not_before
     }
 
-    /// The other begins, having served `served` all its life.
+    /// The second thread begins; it has served `served` faults in all its life.
     fn begin(&mut self, now: Instant, served: u64) {
         self.stage = Stage::Near { since: now, from: served, seen: served, looks: 0, late: false, quiet: 0 };
     }
@@ -318,7 +319,7 @@ impl Judge {
         }
     }
 
-    /// A look: the other has served `served` all its life, and somebody `waits`.
+    /// A look at the second thread: it has served `served` faults in all its life, and `waits` says that a fault waits.
     fn look(&mut self, now: Instant, served: u64, waits: bool) -> Stays {
         let Stage::Near { since, from, seen, looks, late, quiet } = &mut self.stage else { return Stays::No };
         let new = served - core::mem::replace(seen, served);
@@ -352,7 +353,7 @@ mod tests {
     const US: Duration = Duration::from_micros(1);
     const LOOK: Duration = Duration::from_millis(LOOK_MS as u64);
 
-    /// A judge at a time of which the other was just given the duty, after faults of 70 µs.
+    /// A judge that has just handed over, after faults of 70 µs; and the time.
     fn begun() -> (Judge, Instant) {
         let mut now = Instant::now();
         let mut judge = Judge::new(now);
@@ -364,7 +365,7 @@ mod tests {
         (judge, now)
     }
 
-    /// Looks at one that serves so many between two; returns what is said to the last.
+    /// Lets it look a number of times, with `faults` served between looks; returns the last verdict.
     fn looks(judge: &mut Judge, now: &mut Instant, faults: u64, waits: bool, looks: u32) -> Stays {
         let Stage::Near { mut seen, .. } = judge.stage else { panic!() };
         for i in 1..=looks {

@@ -1,8 +1,8 @@
 //! The owner's threads.
 //!
-//! They have *a descriptor table of their own*: what they hold (the object, the others' userfaultfds, the sockets whose
-//! closing tells the others of our end) is neither closed by the program, nor inherited by a child that it forks and
-//! that would keep the others from seeing our end.
+//! They have *a descriptor table of their own*. So the program does not close what they hold (the object, the others'
+//! userfaultfds, and sockets whose closing tells the others that the owner has ended), and a forked child does not inherit it,
+//! which would keep the others from seeing that end.
 //!
 //! | thread | does |
 //! |---|---|
@@ -13,9 +13,10 @@
 //! | reclaim | pages out ahead of demand |
 //! | gate | holds the object's lock for whoever closes the gate (`gate`) |
 //!
-//! One lock, the engine's. No thread waits for another process while it holds it: sockets and standard error are written
-//! without it or without blocking, and ioctls on a userfaultfd need nothing of its process but its memory map. Where they answer `EAGAIN`, as a
-//! call of madvise waits to be told of, whoever has the lock reads that ([`Engine::wait_out`]).
+//! There is one lock, the engine's. No thread waits for another process while it holds it: sockets and standard error are written
+//! without the lock or without blocking, and ioctls on a userfaultfd need nothing of its process but its memory map. If they
+//! answer `EAGAIN`, because a madvise call waits for its event to be read, the thread with the lock reads that event
+//! ([`Engine::wait_out`]).
 
 use super::engine::Engine;
 use super::evict::Batch;
@@ -37,17 +38,17 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::uffd_shared;
 use uzswap_sys::{socket, sys, thread};
 
-/// How long the server leaves those alone who want to connect, where it has no descriptor for them.
+/// How long the server ignores connection requests when it has no descriptor for them (milliseconds).
 const FULL_MS: i32 = 100;
-/// Errors by which it is known.
+/// Errors that mean this.
 const SCARCE: [Errno; 4] = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
 
-/// Everything the threads share.
+/// Everything that the threads share.
 pub(super) struct Server {
     engine: Mutex<Engine>,
-    /// Somebody waits to be told of writes: goes with the engine's lock.
+    /// Signalled when a client has writes to be told of; used with the engine's lock.
     pub news: Condvar,
-    /// The reclaim thread is wanted.
+    /// Whether the reclaim thread is wanted.
     wanted: (Mutex<bool>, Condvar),
     pub stopping: AtomicBool,
     /// Open connections by number.
@@ -58,7 +59,7 @@ pub(super) struct Server {
     pub always_near: AtomicBool,
 }
 
-/// Threads stopped at places of their work: for tests.
+/// For tests: threads stopped at certain places in their work.
 #[derive(Default)]
 pub(super) struct Held {
     state: Mutex<HeldState>,
@@ -69,11 +70,11 @@ pub(super) struct Held {
 struct HeldState {
     /// Page-outs are to stop between reading and storing.
     evictions: bool,
-    /// Such that have.
+    /// Number of page-outs stopped there.
     waiting: u64,
-    /// Mappings' threads are not to read.
+    /// Mappings' threads must not read messages.
     deaf: bool,
-    /// Where the threads beside faulting ones are stopped.
+    /// Where the threads that serve beside faulting ones are stopped.
     starving: u64,
 }
 
@@ -86,7 +87,7 @@ impl Held {
         drop(self.changed.wait_while(state, |s| still(s)).expect("no thread of the owner has panicked"));
     }
 
-    /// Sets what is held.
+    /// Sets what is stopped.
     pub fn set(&self, what: u64, n: u64) {
         let mut state = self.state();
         match what {
@@ -97,12 +98,12 @@ impl Held {
         self.changed.notify_all();
     }
 
-    /// Returns when a page-out is held.
+    /// Returns once a page-out is stopped.
     pub fn wait(&self) {
         self.wait_while(self.state(), |s| s.waiting == 0);
     }
 
-    /// The place between reading and storing.
+    /// A page-out between reading and storing.
     fn eviction(&self) {
         let mut state = self.state();
         if state.evictions {
@@ -113,23 +114,23 @@ impl Held {
         }
     }
 
-    /// The place before reading messages.
+    /// A thread before it reads messages.
     pub fn reading(&self) {
         self.wait_while(self.state(), |s| s.deaf);
     }
 
-    /// A place in the work of a thread beside a faulting one.
+    /// A thread that serves beside a faulting one, at `place`.
     pub fn beside(&self, place: u64) {
         self.wait_while(self.state(), |s| s.starving == place);
     }
 }
 
-/// Gives the calling thread a descriptor table of its own in which only `keep` is open, besides three of /dev/null.
+/// Gives the calling thread a descriptor table of its own, with only `keep` open and /dev/null as the three standard descriptors.
 pub(crate) fn isolate_descriptors(keep: &[RawFd]) -> io::Result<()> {
     let os = io::Error::from_raw_os_error;
     let mut keep = keep.to_vec();
     keep.sort_unstable();
-    // SAFETY: descriptors only. What is closed are this thread's copies, to which no owner in this thread refers.
+    // SAFETY: descriptors only. It closes this thread's copies, to which no owner in this thread refers.
     unsafe {
         sys!(libc::SYS_unshare, libc::CLONE_FILES).map_err(os)?;
         let null = uzswap_sys::raw::open(b"/dev/null\0", libc::O_RDWR).map_err(os)?;
@@ -148,9 +149,9 @@ pub(crate) fn isolate_descriptors(keep: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// Starts a thread in which no signal of the program's is delivered.
+/// Starts a thread that gets no signals of the program's.
 pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    // (It inherits what is blocked.)
+    // The thread inherits the mask.
     let old = thread::set_signal_mask(!0);
     let made = std::thread::Builder::new().name(name.to_owned()).stack_size(1 << 20).spawn(work);
     thread::set_signal_mask(old);
@@ -161,11 +162,11 @@ pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Res
 pub(super) fn start(size: usize, options: SharedOptions) -> io::Result<OwnedFd> {
     let (ours, theirs) = socket::pair()?;
     let (said, heard) = mpsc::channel();
-    // The number is the same in both tables; each closes its own.
+    // The number is the same in both tables, and each side closes its own.
     let number = theirs.as_raw_fd();
     spawn("uzswap-shared", move || {
         let made = isolate_descriptors(&[number]).and_then(|()| {
-            // SAFETY: open in this table, and owned by nobody here: the caller's owner is of another table.
+            // SAFETY: open in this table, and owned by nobody here: the caller's owner belongs to another table.
             let orders = unsafe { OwnedFd::from_raw_fd(number) };
             Ok((Arc::new(Server::new(size, options)?), orders))
         });
@@ -201,8 +202,8 @@ impl Server {
         })
     }
 
-    /// The tables. (A thread that panicked has ended the process where panics abort; elsewhere the tables may be half
-    /// changed, and nobody is served wrong data from them.)
+    /// The tables. (A thread that panics ends the process where panics abort. Elsewhere the tables may be half changed, and
+    /// nobody is served wrong data from them.)
     pub fn engine(&self) -> MutexGuard<'_, Engine> {
         self.engine.lock().expect("no thread of the owner has panicked")
     }
@@ -211,7 +212,7 @@ impl Server {
         self.connections.lock().expect("no thread of the owner has panicked")
     }
 
-    /// Waits for news with the lock given up meanwhile.
+    /// Waits for news, and releases the lock meanwhile.
     pub fn wait_for_news<'a>(&self, engine: MutexGuard<'a, Engine>, time: Duration) -> MutexGuard<'a, Engine> {
         self.news.wait_timeout(engine, time).expect("no thread of the owner has panicked").0
     }
@@ -221,7 +222,7 @@ impl Server {
         let mut listening: Vec<(OwnedFd, Place)> = Vec::new();
         let mut full = false;
         loop {
-            // (Who waits to be taken is there at once, for as long as there is no descriptor for him.)
+            // While there is no descriptor, a waiting client would make every poll return at once.
             let open = if full { &[][..] } else { &listening };
             let mut polls: Vec<_> = std::iter::once(orders).chain(open.iter().map(|l| &l.0)).map(poll_in).collect();
             wait(&mut polls, if full { FULL_MS } else { -1 });
@@ -247,7 +248,7 @@ impl Server {
                     self.want_reclaim();
                     let _ = wire::send(orders, &wire::words(&[0]), &[]);
                 }
-                // STOP, or the handle's process is gone.
+                // STOP, or the process of the handle is gone.
                 _ => break,
             }
         }
@@ -255,7 +256,7 @@ impl Server {
         self.news.notify_all();
         self.want_reclaim();
         listening.iter().for_each(|(_, place)| place.clear());
-        // The others learn of the end by their sockets, which close with this table's last thread.
+        // The others learn of the end by their sockets, which close with the last thread of this table.
         for m in &self.engine().mappings {
             shut(&m.watch);
         }
@@ -275,7 +276,7 @@ impl Server {
         }
     }
 
-    /// Serves a connection in a thread of its own; `greeted`: it is one for questions, of somebody who was let in.
+    /// Serves a connection in a thread of its own. `greeted`: it is for questions, of a client that was let in already.
     fn take(self: &Arc<Self>, connection: OwnedFd, greeted: bool) {
         let (server, connection) = (self.clone(), Arc::new(connection));
         let number = self.next_connection.fetch_add(1, Relaxed);
@@ -290,21 +291,21 @@ impl Server {
             calls::disconnected(&server, number);
         });
         if started.is_err() {
-            // Its end closes with the last who has it: who waits for an answer is told.
+            // The socket closes with its last holder; so shut it down, for clients that wait for an answer.
             registered.connections().retain(|c| c.0 != number);
         }
     }
 
-    /// A second connection for somebody who has one, for the readers of the page map.
+    /// A second connection, for readers of the page map, for a client that has one.
     fn look(self: &Arc<Self>) -> io::Result<OwnedFd> {
         let (ours, theirs) = socket::pair()?;
         self.take(ours, true);
         Ok(theirs)
     }
 
-    /// The greeting of a connection; returns its mapping if it is for one.
+    /// Handles the greeting of a connection; returns its mapping if it is for one.
     fn greet(self: &Arc<Self>, connection: &OwnedFd) -> io::Result<Option<u64>> {
-        // Nobody who stalls in the greeting keeps a thread.
+        // A client that stalls in the greeting must not keep a thread.
         socket::time_out(connection, 10)?;
         let (hello, _) = wire::receive(connection)?;
         if !socket::is_trusted(connection).is_ok_and(|is| is) {
@@ -330,7 +331,7 @@ impl Server {
         Ok(mapping)
     }
 
-    /// A connection, from its greeting to its end.
+    /// Serves a connection from its greeting to its end.
     fn serve(&self, connection: &OwnedFd, number: u64, mapping: Option<u64>) -> io::Result<()> {
         while let Ok((request, _)) = wire::receive(connection) {
             let answer = calls::answer(self, &request, mapping, (number, connection));
@@ -365,7 +366,7 @@ impl Server {
         let id = engine.next_id;
         engine.next_id += 1;
         let mapping = Mapping::new(id, uffd, watch, base, markers, &engine)?;
-        // The whole range must be registered with this very descriptor.
+        // The whole range must be registered with this very descriptor; this checks it.
         mapping.uffd().write_protect(base, pages as usize * 4096, false).map_err(os)?;
         inherit_markers(&mut engine, &mapping, token);
         let guard = Guard::new(&mapping, (pages as usize + 1) * 4096)?;
@@ -403,7 +404,7 @@ impl Server {
         }
     }
 
-    /// Pages out as long as that is `wanted` and gets on.
+    /// Pages out as long as that is `wanted` and makes progress.
     fn reclaim_while(&self, batch: &mut Batch, wanted: impl Fn(&Engine) -> bool) {
         let (mut engine, mut fruitless) = (self.engine(), 0);
         while wanted(&engine) && !self.stopping.load(SeqCst) {
@@ -419,14 +420,14 @@ impl Server {
         }
     }
 
-    /// Makes room beside the reclaim thread until the limit is kept, or nothing more can be taken out; returns what is charged then.
+    /// Makes room beside the reclaim thread until the limit is kept or nothing more can leave; returns the charge then (bytes).
     pub fn reclaim_to_limit(&self) -> usize {
         let mut batch = self.engine().new_batch();
         self.reclaim_while(&mut batch, |engine| engine.charged() > engine.options.limit);
         self.engine().charged()
     }
 
-    /// Pages a range out; returns how many pages went.
+    /// Pages out a range; returns how many pages left.
     pub fn page_out(&self, pages: impl Fn(&Engine) -> Vec<u64>) -> usize {
         let (mut left, mut rounds) = (0, 0);
         let mut engine = self.engine();
@@ -442,7 +443,7 @@ impl Server {
                 left += engine.finish(&mut batch);
                 engine.tidy_lists();
             }
-            // What another thread had in hand is out by now, or was rescued by a fault.
+            // What another thread was paging out is out by now, or was rescued by a fault.
             rounds += 1;
             wanted = pages(&engine);
             if wanted.is_empty() || rounds == 3 {
@@ -452,7 +453,7 @@ impl Server {
     }
 }
 
-/// Gives a new mapping the markers of the one that its process was forked from, and those that are everywhere.
+/// Gives a new mapping the markers of the one that its process was forked from, and those that hold everywhere.
 fn inherit_markers(engine: &mut Engine, mapping: &Mapping, token: u64) {
     let map = mapping.markers.writer();
     if let Some(at) = engine.forks.iter().position(|f| f.token == token && token != 0)
@@ -473,7 +474,7 @@ fn inherit_markers(engine: &mut Engine, mapping: &Mapping, token: u64) {
 /// Where a socket was made.
 struct Place {
     path: PathBuf,
-    /// Device and inode.
+    /// Device and inode of the socket.
     socket: Option<(u64, u64)>,
 }
 
@@ -487,7 +488,7 @@ impl Place {
         std::fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
     }
 
-    /// Takes the socket away, if it is still this one: another owner may have put its own there.
+    /// Removes the socket if it is still this one: another owner may have put its own there.
     fn clear(&self) {
         if self.socket.is_some() && Self::found(&self.path) == self.socket {
             let _ = std::fs::remove_file(&self.path);
@@ -503,7 +504,7 @@ fn path_of(words: &wire::Words, orders: &OwnedFd) -> io::Result<PathBuf> {
     Ok(text.into())
 }
 
-/// The error number of an error, for a message.
+/// The error number to put in a message.
 pub(super) fn errno_of(e: &io::Error) -> Errno {
     e.raw_os_error().unwrap_or(if e.kind() == io::ErrorKind::InvalidInput { libc::EINVAL } else { libc::EIO })
 }
@@ -517,7 +518,7 @@ pub(super) fn wait(polls: &mut [libc::pollfd], timeout_ms: i32) {
     unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout_ms) };
 }
 
-/// Ends a socket for both sides, whoever else has it open.
+/// Shuts a socket down for both sides, whoever else has it open.
 pub(super) fn shut(socket: &OwnedFd) {
     // SAFETY: no memory is involved.
     unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };

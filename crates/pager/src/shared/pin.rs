@@ -1,11 +1,11 @@
-//! A pin, as its holder sees it.
+//! A pin on a range of a shared region, as its holder sees it.
 
 use super::wire::op;
 use super::{SharedControl, SharedMapping};
 use std::io;
 use std::ops::Range;
 
-/// Who holds a pin.
+/// The connection that holds a pin.
 #[derive(Debug)]
 enum Holder<'a> {
     Mapping(&'a SharedMapping),
@@ -14,10 +14,10 @@ enum Holder<'a> {
 
 /// Keeps a range of a shared region in memory, until it is dropped or its process ends.
 ///
-/// Without it a device writes to a page that is no longer the region's, and what it writes is lost, where a page is put out
-/// between the moment the kernel pins it (a read by direct I/O begins, a buffer of io_uring is registered, VFIO maps guest
-/// memory) and the device's last write. So the order is: `pin`, then have the kernel pin, let the device write, have the kernel
-/// unpin, drop this. Pins add up: a page may be put out when the last is gone.
+/// Without a pin a device's data can be lost: a page may be evicted between the moment at which the kernel pins it (a read by
+/// direct I/O begins, a buffer of io_uring is registered, VFIO maps guest memory) and the device's last write, and the device
+/// then writes to a page that is no longer the region's. So the order is: `pin`, then have the kernel pin, let the device write,
+/// have the kernel unpin, drop this. Pins add up: a page may be evicted once the last is gone.
 #[derive(Debug)]
 #[must_use = "the range is kept in memory as long as this lives"]
 pub struct SharedPin<'a> {
@@ -33,7 +33,7 @@ fn no_room(e: io::Error) -> io::Error {
 
 impl SharedMapping {
     /// Brings a range into memory, pages never touched included, and keeps it there and mapped: see [`SharedPin`]. Neither the
-    /// limit nor a request puts it out, and [`SharedMapping::remove`] refuses it. (`madvise(MADV_REMOVE)` and unmapping do not ask,
+    /// limit nor a request evicts it, and [`SharedMapping::remove`] refuses it. (`madvise(MADV_REMOVE)` and unmapping do not ask,
     /// as elsewhere.) A forked child's mapping has no pins.
     ///
     /// # Errors
@@ -45,7 +45,7 @@ impl SharedMapping {
 }
 
 impl SharedControl {
-    /// Keeps a range in memory, for whoever maps it: see [`SharedMapping::pin`]. It ends with this connection.
+    /// Keeps a range in memory, for whoever maps it: see [`SharedMapping::pin`]. The pin ends with this connection.
     ///
     /// # Errors
     /// As there.
@@ -57,11 +57,11 @@ impl SharedControl {
 
 impl Drop for SharedPin<'_> {
     fn drop(&mut self) {
-        // A forked child has a copy of this, but not the pin.
+        // A forked child has a copy of this value, but not the pin.
         if std::process::id() != self.process {
             return;
         }
-        // (Where the owner is gone so is the pin.)
+        // If the owner is gone so is the pin.
         let _ = match self.holder {
             Holder::Mapping(m) => m.attached.call(&[op::UNPIN, self.id]),
             Holder::Control(c) => c.call(&[op::UNPIN, self.id]),

@@ -1,8 +1,8 @@
-//! Pages that must stay in memory, as a device may write to them past every page table.
+//! Keeps pages in memory that a device may write to past every page table.
 //!
-//! A pin is a range of pages and belongs to a connection: it ends when it is given up, or with the connection, so with its
-//! process. Pinned pages are neither put out nor dropped by us; they are not on the lists. User space sees no pins of the
-//! kernel's, so whoever has pages pinned there (direct I/O, registered buffers, VFIO) says it here first.
+//! A pin is a range of pages that belongs to a connection. It ends when it is given up, or with its connection, and so with its
+//! process. The owner neither evicts nor drops pinned pages; they are not on the lists. User space cannot see the kernel's pins,
+//! so a program that has pages pinned there (direct I/O, registered buffers, VFIO) must say so here first.
 
 use super::calls::{BRING, hold_mapped};
 use super::engine::Engine;
@@ -25,14 +25,14 @@ struct Pin {
 pub(super) struct Pins {
     list: Vec<Pin>,
     pages: Pages,
-    /// Pages that have one.
+    /// Number of pinned pages.
     pinned: usize,
-    /// Of pages that have several: how many more than one.
+    /// For pages with several pins: how many more than one.
     more: HashMap<u64, u32>,
 }
 
 impl Pins {
-    /// No pins on so many pages.
+    /// No pins, on a region of so many pages.
     pub fn new(pages: u64) -> Self {
         Self { list: Vec::new(), pages: Pages::new(pages), pinned: 0, more: HashMap::new() }
     }
@@ -49,7 +49,7 @@ impl Pins {
 }
 
 impl Engine {
-    /// Pins a range; its pages that are out are still out. Returns the pin's number.
+    /// Pins a range; pages of it that are out stay out for now. Returns the pin's number.
     ///
     /// # Errors
     /// `ENOMEM`: the limit has no room for it.
@@ -64,7 +64,7 @@ impl Engine {
                 *self.pins.more.entry(page).or_default() += 1;
             }
             self.pins.pages.put(page, true);
-            // What is on its way out stays.
+            // A page on its way out stays.
             self.rescue(page);
         }
         let id = self.next_id;
@@ -73,7 +73,7 @@ impl Engine {
         Ok(id)
     }
 
-    /// Ends the pins of a connection: one, or all.
+    /// Ends one pin of a connection, or all of them.
     pub fn unpin(&mut self, connection: u64, id: Option<u64>) -> bool {
         let is_meant = |p: &mut Pin| p.connection == connection && id.is_none_or(|id| p.id == id);
         let ended: Vec<Pin> = self.pins.list.extract_if(.., is_meant).collect();
@@ -96,7 +96,7 @@ impl Engine {
     }
 }
 
-/// Pins a range and brings all of it into memory, and into the caller's mapping if there is one; returns the pin's number.
+/// Pins a range, and brings all of it into memory, and into the caller's mapping if it has one. Returns the pin's number.
 pub(super) fn pin(server: &Server, from: u64, to: u64, connection: u64, mapping: Option<u64>) -> io::Result<u64> {
     let id = server.engine().pin(from, to, connection)?;
     let mut at = from;

@@ -1,52 +1,54 @@
-//! Contents that a process drops by the kernel's own call, `madvise(MADV_REMOVE)` on its mapping.
+//! Drops pages that are out when a process removes them by the kernel's own call, `madvise(MADV_REMOVE)` on its mapping.
 //!
-//! What the object holds is dropped by the kernel. What is out (or on its way out) is ours to drop, and of that the kernel tells
-//! only *before* the call acts, and in the same words as of MADV_DONTNEED, which must lose nothing. So what is told is taken down as
-//! a **doubt**: a range of pages whose first and last page are held in the object as *witnesses*, and which ends one of three ways:
-//! - both witnesses are gone: the hole was punched, and all that is out of the range is dropped with it;
-//! - the mappings whose calls it stands for are gone: they only dropped page-table entries;
-//! - the owner is told to drop it all itself.
+//! The kernel drops what the object holds. Pages that are out (or on their way out) are ours to drop. The kernel reports the call
+//! only *before* it acts, and in the same words as MADV_DONTNEED, which must lose nothing. So each report is noted as a
+//! **doubt**: a range of pages whose first and last page are held in the object as *witnesses*. A doubt ends in one of three
+//! ways:
+//! - both witnesses are gone: the hole was punched, and everything in the range that is out is dropped with it;
+//! - the mappings whose calls it stands for are gone: those calls only dropped page-table entries;
+//! - the owner is told to drop the range itself.
 //!
 //! # Why it is right
-//! 1. *The witnesses are there before the punch.* The caller waits until its event is read. It is read with the gate closed
-//!    ([`Gate`]), that is, while nobody can punch; the witnesses are there before it is opened. (They are neither evicted nor punched
-//!    by us while the doubt stands: [`Removes::is_witness`].)
-//! 2. *Both gone means that all of it was punched.* A punch is one run of pages, so one that took both ends took what is between.
-//!    Ranges told of are cut at each other's ends, hence each call's punch takes a doubt as a whole or not at all. One end gone
-//!    alone is the doing of a caller that was killed before its event was read (the kernel then acts and tells nobody): such a
-//!    call has not returned, and what of it was out may stay.
+//! 1. *The witnesses are there before the punch.* The caller waits until its event is read. The event is read with the gate
+//!    closed ([`Gate`]), so that nobody can punch; the witnesses are there before it opens. (While the doubt stands we neither
+//!    evict nor punch them: [`Removes::is_witness`].)
+//! 2. *Both gone means that all of it was punched.* A punch is one run of pages, so one that took both ends took everything
+//!    between. Reported ranges are cut at each other's ends, so each call's punch takes a doubt as a whole or not at all. If only
+//!    one end is gone, a caller was killed before its event was read (the kernel then acts and tells nobody). Such a call has not
+//!    returned, and pages of it that were out may stay.
 //! 3. *Both there means: not yet.* [`memfd::has`] takes the object's lock, so no punch is half done when it answers. What happens
-//!    after the answer is seen to where it matters: a page filled from the pool is looked at again before it is called resident
-//!    (`hold`), and what a batch has put out is settled when it has left (`finish`). In both cases the lock of the object puts our
-//!    own write or punch wholly before or wholly after the other.
-//! 4. *A doubt is about what was there when its event was read*, and is cut to the pages that had contents. What is written later is
-//!    written while the call is under way, and may be kept. So it ends with the first punch that is seen, however many events
-//!    it stands for: all of them were read before that punch, as every event settles first what it overlaps.
-//! 5. *Nothing is made in the place of a witness* before it was seen that it is gone: all that fills a page settles first.
+//!    after the answer is checked where it matters: a page filled from the pool is looked at again before it is called resident
+//!    (`hold`), and pages that a batch has paged out are settled after they have left (`finish`). In both cases the object's lock
+//!    puts our own write or punch wholly before or wholly after the other.
+//! 4. *A doubt is about what was there when its event was read*, and is cut to the pages that had contents. Whatever is written
+//!    later is written while the call is under way, and may be kept. So a doubt ends with the first punch that is seen, however
+//!    many events it stands for: all of them were read before that punch, as every event first settles what it overlaps.
+//! 5. *Nothing replaces a witness* before it was seen to be gone: everything that fills a page settles first.
 //!
 //! # Locks
-//! Engine's lock → gate. Everything here is under the engine's lock, and nothing waits for another process: not for its events,
-//! which are read by whoever meets `EAGAIN` and has the lock ([`Engine::wait_out`]; faults that are read meanwhile are kept for the
-//! mapping's own thread, which is kicked), and not for it to go on after it was read, which is tried a number of times and then put
-//! off with the lock given up.
+//! Engine's lock → gate. Everything here runs under the engine's lock, and nothing waits for another process. It does not wait
+//! for events: the thread that meets `EAGAIN` and has the lock reads them ([`Engine::wait_out`]; faults read meanwhile are kept
+//! for the mapping's own thread, which is kicked). Nor does it wait for the process to go on afterwards: it tries a number of
+//! times, and then puts the work off with the lock released.
 //!
 //! # When an event is read unawares
-//! Closing the gate takes two thread switches, too much for each fault. So it is asked first whether an event is coming
-//! ([`Uffd::is_changing`](uzswap_sys::uffd::Uffd)), and if not, and something was there to be read before the question (with the
-//! lock held, so that nobody else has read it since), one message is read: a fault. If that fault's thread was interrupted and a call
-//! of `madvise` came in the same microsecond, an event is read with the gate open. Pages that were in memory are then witnesses by
-//! themselves; where there are none, or they are gone, it cannot be known whether the others are older than the punch: they are lost,
-//! and whoever touches them is told. [`Removes::unvouched`] counts them.
+//! Closing the gate takes two thread switches, too much for each fault. So we first ask whether an event is coming
+//! ([`Uffd::is_changing`](uzswap_sys::uffd::Uffd)). If not, and there was something to read before that question (with the lock
+//! held, so that nobody else has read it since), one message is read: a fault. If that fault's thread was interrupted, and a call
+//! of `madvise` came in the same microsecond, an event is read with the gate open. Pages that were in memory are then witnesses
+//! by themselves. Where there are none, or they are gone, nobody can know whether the other pages are older than the punch: they
+//! are lost, and touching them raises SIGBUS. [`Removes::unvouched`] counts them.
 //!
 //! # When it cannot be looked
-//! Where the gate cannot be closed, or the kernel has no memory for a question or a witness, what is out of the range is lost as well.
-//! What is in memory stays there, what was on its way out included: if it left before the call's punch the punch would find nothing,
-//! and it would come back as it was. So the doubt is a *blind* one, which holds all of its pages, until a later look succeeds.
+//! If the gate cannot be closed, or the kernel has no memory for a question or a witness, pages of the range that are out are
+//! lost as well. Pages in memory stay there, including those that were on their way out: had they left before the call's punch,
+//! the punch would find nothing, and they would come back as they were. So the doubt is *blind* and holds all of its pages, until
+//! a later look succeeds.
 //!
 //! # What it costs
-//! A question for each message read. A doubt keeps two pages in memory (one, where it is of one page). A call of MADV_REMOVE ends it;
-//! one of MADV_DONTNEED keeps it as long as its mapping. Their number is bounded only by the pages in use: none may be forgotten, as
-//! its call may be one that is slow.
+//! One question for each message read. A doubt keeps two pages in memory (or its only page). A call of MADV_REMOVE ends it; one
+//! of MADV_DONTNEED keeps it as long as its mapping lives. Only the pages in use bound the number of doubts: none may be
+//! forgotten, as its call may be a slow one.
 
 use super::engine::Engine;
 use super::gate::Gate;
@@ -57,28 +59,28 @@ use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::memfd;
 use uzswap_sys::uffd_shared::{SharedFault, SharedMessage};
 
-/// Closings of the gate that are tried.
+/// How often closing the gate is tried.
 const CLOSINGS: usize = 3;
-/// Looks at a mapping that is about to change, with the lock held, before its work is put off.
+/// Looks at a mapping that is about to change, with the lock held, before the work is put off.
 const LOOKS: usize = 200;
 
-/// Why it may be that it cannot be seen what was removed.
+/// Reasons why it could not be seen what was removed.
 const GATE_OPEN: &str = "the kernel refuses the write that keeps others from removing";
 const NO_ANSWER: &str = "the kernel does not tell, or has no memory for, which pages there are";
 const UNAWARES: &str = "a thread was interrupted in a fault and called madvise just when its fault was to be read";
 
-/// A range of which it is not known whether it was removed. Its first and its last page are its witnesses.
+/// A range that may or may not have been removed. Its first and its last page are its witnesses.
 struct Doubt {
     from: u64,
     to: u64,
-    /// Mappings whose calls it stands for.
+    /// The mappings whose calls it stands for.
     of: Vec<u64>,
-    /// Without witnesses, as it could not be seen what is there: nothing of it is out, and nothing of it leaves.
+    /// It has no witnesses, as it could not be seen what is there: nothing of it is out, and nothing of it leaves.
     blind: bool,
 }
 
 impl Doubt {
-    /// Pages that must stay in the object while it stands.
+    /// The pages that must stay in the object while the doubt stands.
     fn held(&self) -> impl Iterator<Item = u64> + use<> {
         let step = if self.blind { 1 } else { (self.to - 1 - self.from).max(1) };
         (self.from..self.to).step_by(step as usize)
@@ -87,15 +89,15 @@ impl Doubt {
 
 /// The doubts of a region. Owner: the engine's lock.
 pub(super) struct Removes {
-    /// None: the kernel does not allow it, and removes by its call are not seen.
+    /// None: the kernel does not allow a gate, and `madvise(MADV_REMOVE)` is not seen.
     pub gate: Option<Gate>,
-    /// Ascending, disjoint.
+    /// The doubts, ascending and disjoint.
     doubts: Vec<Doubt>,
-    /// As many doubts make the next event settle all of them.
+    /// With this many doubts the next event settles all of them.
     settle_at: usize,
-    /// Pages lost as it could not be known whether they were removed.
+    /// Pages lost because nobody could know whether they were removed.
     pub unvouched: u64,
-    /// Messages that are to be read without asking for events first: for tests.
+    /// For tests: this many messages are read without asking for events first.
     pub blind: u64,
 }
 
@@ -104,7 +106,7 @@ impl Removes {
         Self { gate, doubts: Vec::new(), settle_at: 64, unvouched: 0, blind: 0 }
     }
 
-    /// Doubts that stand.
+    /// Number of doubts that stand.
     pub fn len(&self) -> usize {
         self.doubts.len()
     }
@@ -125,7 +127,7 @@ impl Removes {
         !self.doubts.is_empty() && !self.meeting(from, to).is_empty()
     }
 
-    /// Whether a page must stay in the object.
+    /// Whether a page must stay in the object, for a doubt.
     pub fn is_witness(&self, page: u64) -> bool {
         self.covers(page, page + 1) && {
             let d = &self.doubts[self.meeting(page, page + 1).start];
@@ -144,7 +146,7 @@ impl Removes {
 }
 
 impl Engine {
-    /// Sees what has become of the doubts about `[from, to)`: whoever is to do anything with its pages does this first.
+    /// Determines what became of the doubts about `[from, to)`. Everything that touches its pages calls this first.
     pub fn settle(&mut self, from: u64, to: u64) {
         if !self.removes.covers(from, to) {
             return;
@@ -155,7 +157,7 @@ impl Engine {
         }
     }
 
-    /// The same for one page of many in ascending order, of which those below `settled` were settled; returns up to where they now are.
+    /// The same for one of many pages in ascending order, of which those below `settled` are settled; returns the new bound.
     pub fn settle_beyond(&mut self, page: u64, settled: u64) -> u64 {
         if page < settled || !self.removes.covers(page, page + 1) {
             return settled;
@@ -172,22 +174,22 @@ impl Engine {
         doubts.iter().all(|d| d.blind || there(d.from) && there(d.to - 1))
     }
 
-    /// Does something with the gate closed; false when it cannot be closed.
+    /// Does something with the gate closed; returns false if the gate cannot be closed.
     fn gated(&mut self, work: impl FnOnce(&mut Self)) -> bool {
         let Some(gate) = &mut self.removes.gate else { return false };
         if (0..CLOSINGS).all(|_| gate.close().is_err()) {
             return false;
         }
-        // Readers ask, and so wait for the lock: a caller of MADV_DONTNEED goes on as soon as its event is read.
+        // This makes readers ask, and so wait for the lock: a caller of MADV_DONTNEED goes on as soon as its event is read.
         self.map.set_doubts(self.removes.len() as u64 + 1);
         work(self);
-        // One of MADV_REMOVE goes on when the gate is open.
+        // A caller of MADV_REMOVE goes on once the gate is open.
         self.map.set_doubts(self.removes.len() as u64);
         self.removes.gate.as_mut().expect("it was just closed").open();
         true
     }
 
-    /// Gate closed: what has become of the doubts about `[from, to)`.
+    /// With the gate closed: determines what became of the doubts about `[from, to)`.
     fn evaluate(&mut self, from: u64, to: u64) {
         for d in self.take_doubts(from, to) {
             if d.blind {
@@ -217,7 +219,7 @@ impl Engine {
         self.removes.doubts.drain(meeting).collect()
     }
 
-    /// The gate cannot be closed: nothing can be known of what is out.
+    /// The gate cannot be closed: nothing can be known about pages that are out.
     fn give_up(&mut self, from: u64, to: u64) {
         for d in self.take_doubts(from, to) {
             self.hold_all(d.from, d.to, d.of, GATE_OPEN);
@@ -225,7 +227,7 @@ impl Engine {
         self.map.set_doubts(self.removes.len() as u64);
     }
 
-    /// The witnesses of a doubt that has ended (and is in the list no more) may leave again.
+    /// Lets the witnesses of a doubt leave again that has ended (and is not in the list any more).
     fn list_witnesses(&mut self, d: &Doubt) {
         for page in d.held() {
             let pte = self.pt.get(page);
@@ -235,7 +237,8 @@ impl Engine {
         }
     }
 
-    /// Books what a punch took of `[from, to)`: pages that the object should have and has not, and with `out` all that is out.
+    /// Books what a punch took from `[from, to)`: pages that the object should have and has not; with `out`, also all pages that
+    /// are out.
     fn punched(&mut self, from: u64, to: u64, out: bool) {
         let sure = self.removes.gate().surely_has(from, to);
         let (mut at, mut run) = (from, from..from);
@@ -261,7 +264,7 @@ impl Engine {
         self.map.writer().end();
     }
 
-    /// What is out of `[from, to)` may have been removed, or not, as `why` says: nobody gets it.
+    /// Pages of `[from, to)` that are out may or may not have been removed, for the reason `why`: nobody gets them.
     fn lose_out(&mut self, from: u64, to: u64, why: &str) {
         let (mut at, mut lost) = (from, 0);
         while let Some(page) = self.pt.next_used(at).filter(|p| *p < to) {
@@ -283,9 +286,10 @@ impl Engine {
         }
     }
 
-    /// A call in mappings `of` is under way, or may be, about `[from, to)`, where there is no doubt, and it cannot be seen what it
-    /// takes. What is out is lost; the rest stays in memory, lest the call find it gone, and what was taken come back: until it can be
-    /// seen again, or they end. (A page that was on its way out just then had its former contents after it was removed.)
+    /// A call in the mappings `of` is, or may be, under way on `[from, to)`, where there is no doubt yet, and it cannot be seen
+    /// what it takes. Pages that are out are lost. The rest stays in memory until the look succeeds, or those mappings end;
+    /// otherwise the call might find it gone, and removed pages come back. (A page that was just on its way out then has its
+    /// former contents after it was removed.)
     fn hold_all(&mut self, from: u64, to: u64, of: Vec<u64>, why: &str) {
         self.lose_out(from, to, why);
         let (mut at, mut held) = (from, None);
@@ -301,7 +305,7 @@ impl Engine {
         }
     }
 
-    /// Gate closed: takes down a doubt about what has contents in `[from, to)`, where there is none yet.
+    /// With the gate closed: notes a doubt about those pages of `[from, to)` that have contents; there is none about them yet.
     fn cover(&mut self, from: u64, to: u64, of: Vec<u64>) {
         let mut first = from;
         loop {
@@ -309,7 +313,7 @@ impl Engine {
             first = page;
             match self.make_witness(page) {
                 Some(true) => break,
-                // It is empty, as is now seen, or lost.
+                // It turned out to be empty, or is lost.
                 Some(false) => first += 1,
                 None => return self.hold_all(from, to, of, NO_ANSWER),
             }
@@ -325,7 +329,8 @@ impl Engine {
         self.removes.insert(Doubt { from: first, to: last + 1, of, blind: false });
     }
 
-    /// Gate closed: sees to it that the object has the page. False: it has no contents. None: no memory.
+    /// With the gate closed: makes sure that the object has the page. Returns false if the page has no contents, None if there is
+    /// no memory.
     fn make_witness(&mut self, page: u64) -> Option<bool> {
         match self.pt.get(page).tag() {
             Tag::Resident | Tag::Busy => match self.removes.gate().holds(page) {
@@ -348,7 +353,7 @@ impl Engine {
         }
     }
 
-    /// Gate closed: a call in a mapping is about to drop entries or contents of `[from, to)`.
+    /// With the gate closed: a call in a mapping is about to drop entries or contents of `[from, to)`.
     fn removing(&mut self, id: u64, from: u64, to: u64) {
         self.evaluate(from, to);
         self.cut(from);
@@ -358,7 +363,7 @@ impl Engine {
         }
     }
 
-    /// The doubts about `[from, to)` stand for a call in another mapping as well; what of it they leave out.
+    /// Makes the doubts about `[from, to)` stand for a call in another mapping as well; returns the parts that they leave out.
     fn doubted_too(&mut self, id: u64, from: u64, to: u64) -> Vec<(u64, u64)> {
         let (mut at, mut gaps) = (from, Vec::new());
         let meeting = self.removes.meeting(from, to);
@@ -374,7 +379,7 @@ impl Engine {
         gaps
     }
 
-    /// Gate closed: makes two of the doubt that page `at` is inside of.
+    /// With the gate closed: splits the doubt that page `at` lies inside of.
     fn cut(&mut self, at: u64) {
         let meeting = self.removes.meeting(at, at + 1);
         if self.removes.doubts[meeting].iter().any(|d| d.from < at) {
@@ -386,7 +391,7 @@ impl Engine {
         }
     }
 
-    /// The owner is about to drop `[from, to)` itself: no doubt is left about it.
+    /// The owner is about to drop `[from, to)` itself: ends all doubts about it.
     pub fn end_doubts(&mut self, from: u64, to: u64) {
         if !self.removes.covers(from, to) {
             return;
@@ -416,7 +421,7 @@ impl Engine {
         let ended: Vec<Doubt> = ended;
         ended.iter().for_each(|d| self.list_witnesses(d));
         self.map.set_doubts(self.removes.len() as u64);
-        // What a call that was killed has taken and not told of. (Witnesses were just looked at; between them it is found later.)
+        // Finds what a killed call took and did not report. (Witnesses were just checked; pages between them are found later.)
         let mut at = 0;
         for (from, to) in
             self.removes.doubts.iter().map(|d| (d.from, d.to)).chain([(self.pages, self.pages)]).collect::<Vec<_>>()
@@ -428,12 +433,12 @@ impl Engine {
         }
     }
 
-    /// The next fault of mapping `k` of the list. Events are seen to.
+    /// The next fault of the `k`-th mapping in the list. Handles events on the way.
     pub fn next_fault(&mut self, k: usize) -> Option<SharedFault> {
         let uffd = self.mappings[k].uffd();
         if self.removes.gate.is_some() && self.removes.blind == 0 {
-            // Asked with the lock held: what the thread's poll had found may have been read since by whoever had the lock, or its
-            // page may have been mapped, and then the next message could as well be an event that comes after the next question.
+            // Ask with the lock held. Whoever had the lock may have read what the thread's poll found, or mapped its page since.
+            // Then the next message could as well be an event that comes after the next question.
             if !uffd.wait(0) {
                 return None;
             }
@@ -456,7 +461,7 @@ impl Engine {
         }
     }
 
-    /// Reads what there is of mapping `k` with the gate closed.
+    /// Reads all messages of mapping `k` with the gate closed.
     fn read_events(&mut self, k: usize) {
         let done = self.gated(|e| {
             while let Ok(Some(message)) = e.mappings[k].uffd().read_shared() {
@@ -472,7 +477,7 @@ impl Engine {
             }
         });
         if !done {
-            // Then with the gate open, one at a time.
+            // If the gate cannot be closed, with the gate open, one message at a time.
             match self.mappings[k].uffd().read_shared() {
                 Ok(Some(SharedMessage::Fault { fault, .. })) => self.mappings[k].kept.push_back(fault),
                 Ok(Some(SharedMessage::Removed { start, end })) => self.removing_unawares(k, start, end),
@@ -485,8 +490,8 @@ impl Engine {
         }
     }
 
-    /// The pages that an event is about, and the mapping's number. None: it is our own watcher's, which drops page-table entries
-    /// only, and says so by the page behind the region that it takes along.
+    /// The pages that an event is about, and the mapping's number. None if the event is our own watcher's, which drops only
+    /// page-table entries, and shows that by including the page behind the region.
     fn pages_told(&self, k: usize, start: usize, end: usize) -> Option<(u64, u64, u64)> {
         let m = &self.mappings[k];
         let from = start.checked_sub(m.base)? / PAGE;
@@ -498,7 +503,7 @@ impl Engine {
     fn removing_unawares(&mut self, k: usize, start: usize, end: usize) {
         let Some((id, from, to)) = self.pages_told(k, start, end) else { return };
         let done = self.gated(|e| {
-            // Before anything is made of it: a witness that this very call took must not pass for one that was taken by another.
+            // This comes before anything is made of it: a witness taken by this very call must not seem taken by another.
             let (mut at, mut there, mut gone) = (from, false, false);
             while let Some(page) = e.pt.next_used(at).filter(|p| *p < to) {
                 at = page + 1;
@@ -524,8 +529,8 @@ impl Engine {
         }
     }
 
-    /// An ioctl on mapping `k` answered `EAGAIN`: sees to its events. False when its process must run first: then the lock is to be
-    /// given up.
+    /// An ioctl on mapping `k` answered `EAGAIN`: reads its events. Returns false if its process must run first; then release the
+    /// lock.
     pub fn wait_out(&mut self, k: usize) -> bool {
         for _ in 0..LOOKS {
             let uffd = self.mappings[k].uffd();

@@ -1,5 +1,5 @@
-//! The thread of a mapping's faults, from its beginning to its process's end. See `fault` for how one is served, `near` for who else
-//! serves them.
+//! The thread that serves a mapping's faults, from its beginning until its process ends. `fault` says how one is served, `near`
+//! which other thread may serve.
 
 use super::engine::Engine;
 use super::fault::Served;
@@ -12,19 +12,19 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::*;
 use uzswap_sys::uffd_shared::SharedFault;
 
-/// What became of what waited.
+/// Outcome of serving what waited.
 #[derive(Default)]
 struct Round {
     /// Faults that were served.
     served: u32,
-    /// There is what could not be served now.
+    /// Whether something could not be served now.
     later: bool,
-    /// It soon can be.
+    /// Whether it can be soon.
     soon: bool,
 }
 
 impl Server {
-    /// The thread of a mapping's faults: until its process is gone, or it has detached.
+    /// The thread of a mapping's faults; it runs until the process is gone or has detached.
     pub fn serve_faults(self: &Arc<Self>, id: u64, mut guard: Guard) {
         let mut polls = {
             let mut engine = self.engine();
@@ -40,11 +40,11 @@ impl Server {
                 _ => -1,
             };
             let hears = timeout < 0;
-            // (While another thread serves, this one is not woken by each fault.)
+            // While the second thread serves, a fault does not wake this one.
             wait_for(&mut polls, [!guard.is_on(), true, hears], guard.patience(timeout));
             if self.stopping.load(SeqCst) {
-                // Closing the descriptor here would end the registration: the process's own copy must outlive it,
-                // until its watcher has put an error in the region's place.
+                // Closing the descriptor here would end the registration. The process's own copy must outlive it, until its
+                // watcher has put an error in the region's place.
                 return;
             }
             if guard.is_on() {
@@ -79,11 +79,11 @@ impl Server {
         }
     }
 
-    /// Serves what waits, and one message more where the descriptor is `readable`.
+    /// Serves what waits, and one more message if the descriptor is `readable`.
     fn serve_all(&self, id: u64, mut readable: bool) -> Round {
         let (mut told, mut tries, mut round) = (false, None, Round::default());
         round.later = loop {
-            // Messages are read under the lock: what an event says is so until we have taken it down.
+            // Messages are read under the lock: what an event says must not change before we have noted it.
             let mut engine = self.engine();
             let Some(k) = engine.mappings.iter().position(|m| m.id == id) else { return Round::default() };
             let waiting = engine.mappings[k].later.len();
@@ -120,13 +120,13 @@ impl Server {
         round
     }
 
-    /// Reads what a watcher says; false when it is gone.
+    /// Reads the watcher's messages; false if the watcher is gone.
     fn hear_watcher(&self, id: u64) -> bool {
         let mut engine = self.engine();
         let Some(m) = engine.mapping(id) else { return false };
         match wire::receive(&m.watch) {
             Ok((words, _)) => {
-                // It has dropped its PTEs in this round: what is touched from now on faults.
+                // It has dropped its PTEs in this round: from now on every touch faults.
                 m.aged = m.aged.max(words[1] as u32);
                 m.seen.clear();
                 true
@@ -137,9 +137,9 @@ impl Server {
 }
 
 impl Engine {
-    /// Serves a fault of mapping number `k` of the list that was read, or waits among those for later.
+    /// Serves a fault of the `k`-th mapping in the list that was just read, or that waits among the later ones.
     pub fn serve_waiting(&mut self, k: usize, fault: SharedFault) -> Served {
-        // It waits with the others while it is served: what wakes its thread on the way takes it out.
+        // It waits with the others while it is served, so that what wakes its thread on the way removes it.
         self.mappings[k].later.push_back(fault);
         let served = self.serve(k, fault);
         if !matches!(served, Served::Later | Served::Soon) {
@@ -154,11 +154,11 @@ impl Engine {
     }
 }
 
-/// Waits for some of several descriptors; of the others nothing is known afterwards.
+/// Waits for the `wanted` ones of several descriptors; afterwards nothing is known about the others.
 fn wait_for<const N: usize>(polls: &mut [libc::pollfd; N], wanted: [bool; N], timeout_ms: i32) {
     let fds: [RawFd; N] = core::array::from_fn(|i| polls[i].fd);
     for (poll, wanted) in polls.iter_mut().zip(wanted) {
-        // (What is negative is passed over.)
+        // poll skips negative descriptors.
         (poll.fd, poll.revents) = (if wanted { poll.fd } else { -1 }, 0);
     }
     wait(polls, timeout_ms);

@@ -6,7 +6,7 @@ use uzswap_mm::zsmalloc::{Handle, ZsPool};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
-/// Places in the pool and the memory behind them. Owner: the engine's lock.
+/// Places in the pool, and the memory behind them. Owner: the engine's lock.
 pub(super) struct Store {
     pool: ZsPool,
     base: usize,
@@ -14,7 +14,7 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// A pool that can take `bytes` of objects.
+    /// A pool with room for `bytes` of objects.
     pub fn new(bytes: usize) -> Result<Self, Errno> {
         let len = bytes.next_multiple_of(4096);
         let store = Self { pool: ZsPool::new(len), base: arena::reserve(len)?, len };
@@ -37,7 +37,7 @@ impl Store {
         self.pool.metadata_bytes()
     }
 
-    /// Stores an object to which the pages `live` refer: `hashes` are those of its pages. None when the pool is full.
+    /// Stores an object that the pages `live` refer to; `hashes` are those of its pages. None if the pool is full.
     pub fn put(&mut self, head: Header, live: u16, hashes: &[u128], bytes: &[u8]) -> Option<u32> {
         let at = object::head_bytes(head.order);
         let handle = self.pool.alloc(at + bytes.len())?;
@@ -56,18 +56,18 @@ impl Store {
     /// The object of a handle, header first.
     pub fn object(&self, handle: u32) -> &[u8] {
         let at = (self.base + Handle::from_raw(handle).offset()) as *const u8;
-        // SAFETY: handles in page-table entries are live objects in our mapping; the header says how long.
+        // SAFETY: handles in page-table entries are live objects in our mapping; the header has the length.
         unsafe {
             let head = Header::read(core::slice::from_raw_parts(at, object::HEADER_BYTES));
             core::slice::from_raw_parts(at, object::head_bytes(head.order) + head.len)
         }
     }
 
-    /// Ends the reference of page `index`; frees the object with the last and says so.
+    /// Drops the reference of page `index`; frees the object with the last one, and returns whether it did.
     pub fn release(&mut self, handle: u32, index: usize) -> bool {
         let len = self.object(handle).len();
         let at = (self.base + Handle::from_raw(handle).offset()) as *mut u8;
-        // SAFETY: a live object, of which no slice is left, and self is borrowed mutably.
+        // SAFETY: a live object to which no slice is left, and self is borrowed mutably.
         if object::leave(unsafe { core::slice::from_raw_parts_mut(at, len) }, index) {
             return false;
         }

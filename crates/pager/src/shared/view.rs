@@ -1,4 +1,4 @@
-//! The page map of a region, of a shared one as one mapping sees it: read without asking anybody.
+//! The page map of a region, or of a shared region as one mapping sees it: readable without asking anybody.
 
 use super::wire::{self, op};
 use crate::page_state::mapfile::MapFile;
@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use uzswap_mm::pagemap::{PageMap, PageState, Query, Run, Summary};
 
-/// A connection on which nothing is asked but that the owner settle its doubts.
+/// A connection on which the only request is that the owner settle its doubts.
 #[derive(Debug)]
 pub(super) struct Asker {
     socket: Mutex<OwnedFd>,
@@ -14,24 +14,24 @@ pub(super) struct Asker {
 }
 
 impl Asker {
-    /// Asks the owner, at the other end of a connection.
+    /// An asker that uses this connection to the owner.
     pub fn new(socket: OwnedFd) -> Self {
         Self { socket: Mutex::new(socket), process: std::process::id() }
     }
 
     fn settle(&self) {
-        // A forked child has this too, and would take its parent's answers.
+        // A forked child has a copy, and would take its parent's answers.
         if std::process::id() == self.process {
-            // (When the owner is gone the map is what it was last.)
+            // If the owner is gone the map stays as it was last.
             let _ = wire::call(&self.socket.lock().unwrap_or_else(PoisonError::into_inner), &[op::SETTLE]);
         }
     }
 }
 
-/// A page map to read from. What may be relied on while it changes is said at [`uzswap_mm::pagemap`].
+/// A page map to read from. [`uzswap_mm::pagemap`] says what a reader may rely on while it changes.
 ///
-/// Of a shared region it is exact also for what was just removed by `madvise(MADV_REMOVE)`: while it is open what such a call has done
-/// (after one of MADV_DONTNEED this may be for as long as its mapping exists), reading begins with a question to the owner.
+/// For a shared region it is exact even about what `madvise(MADV_REMOVE)` has just removed: while it is open what such a call has
+/// done (after MADV_DONTNEED this may last as long as its mapping), reading begins with a question to the owner.
 #[derive(Clone, Debug)]
 pub struct View {
     map: Arc<MapFile>,
@@ -44,13 +44,13 @@ impl View {
         Self { map, markers, asker: Some(asker) }
     }
 
-    /// The map of a region that is not shared: no forked child has it.
+    /// The map of a region that is not shared; a forked child does not have it.
     pub(crate) fn of_private(map: Arc<MapFile>, markers: Option<Arc<MapFile>>) -> Self {
         Self { map, markers, asker: None }
     }
 
-    /// The map itself, with all that was removed before the call. (What is removed later is in it when the owner has seen it: who
-    /// wants to know calls this again.)
+    /// The map itself, with everything removed before this call. (Later removals appear once the owner has seen them; call this
+    /// again to see them.)
     #[must_use]
     pub fn map(&self) -> PageMap<'_> {
         if let Some(asker) = self.asker.as_ref().filter(|_| self.map.doubts() != 0) {
@@ -62,7 +62,7 @@ impl View {
         }
     }
 
-    /// Pages.
+    /// Number of pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.map.pages()
@@ -88,7 +88,7 @@ impl View {
         self.map().summary(0, self.pages())
     }
 
-    /// The limit of the region, in bytes.
+    /// The limit of the region (bytes).
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.map.limit()

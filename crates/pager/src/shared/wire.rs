@@ -1,7 +1,7 @@
-//! What owner and others say to each other: messages of sixteen words, some with descriptors.
+//! Messages between the owner and attached processes: sixteen words each, some with descriptors.
 //!
-//! A call is `[op, arguments…]`, its answer `[0 or an error number, results…]`. Every message is checked for its length
-//! and every argument for its range: the other end may be anything.
+//! A call is `[op, arguments…]`, its answer `[0 or an error number, results…]`. The length of every message and the range of
+//! every argument are checked: the other end may be anything.
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -13,12 +13,12 @@ pub(super) type Words = [u64; 16];
 /// First word of a connection: protocol and version.
 pub(super) const HELLO: u64 = 0x757a_7368_0000_0002;
 
-/// What a connection is for: the second word of HELLO.
+/// Purpose of a connection, the second word of HELLO: a mapping.
 pub(super) const FOR_MAPPING: u64 = 1;
-/// Questions and orders without a mapping.
+/// The same: questions and orders without a mapping.
 pub(super) const FOR_CONTROL: u64 = 2;
 
-/// Calls.
+/// The calls: arguments → results.
 pub(super) mod op {
     /// Page a range out: first, end → pages that went.
     pub const PAGEOUT: u64 = 1;
@@ -30,68 +30,69 @@ pub(super) mod op {
     pub const CLEAR_SOFT_DIRTY: u64 = 4;
     /// Write-protect: first, end, mapping or [`ALL`](super::ALL).
     pub const PROTECT: u64 = 5;
-    /// End that: first, end, mapping or [`ALL`](super::ALL).
+    /// End write-protection: first, end, mapping or [`ALL`](super::ALL).
     pub const UNPROTECT: u64 = 6;
     /// Wait for a write to a protected page: milliseconds → 1, page (or 0: none came).
     pub const NEXT_WRITE: u64 = 7;
-    /// Figures.
+    /// Figures of the region.
     pub const STATS: u64 = 8;
     /// The mapping's process is about to fork: → a token for the child.
     pub const FORK: u64 = 9;
-    /// A round of ageing begins.
+    /// Begin a round of ageing → its number.
     pub const AGE: u64 = 10;
-    /// Page out what was not touched for: milliseconds → pages.
+    /// Page out what was not touched for some time: milliseconds → pages.
     pub const IDLE: u64 = 11;
-    /// Pages touched within: milliseconds → pages, known.
+    /// Count pages touched within some time: milliseconds → pages.
     pub const WORKING_SET: u64 = 12;
     /// The mapping is gone.
     pub const DETACH: u64 = 13;
-    /// Set a mapping's marker byte, to see what an unknown one does: page, byte.
+    /// For tests: set a mapping's marker byte to see what an unknown one does: page, byte.
     pub const INJECT_MARKER: u64 = 14;
     /// Keep a range in memory: first, end → a number.
     pub const PIN: u64 = 16;
-    /// End that: the number.
+    /// End a pin: its number.
     pub const UNPIN: u64 = 17;
-    /// See whether doubtful ranges were removed.
+    /// Determine whether doubtful ranges were removed.
     pub const SETTLE: u64 = 18;
-    /// More figures → whether removes are seen, doubts, pages lost for one, faults served beside who faulted.
+    /// More figures → whether removes are seen, doubts, pages lost for one, faults served beside the faulting thread.
     pub const MORE_STATS: u64 = 19;
-    /// Of the owner only: a new connection, as a descriptor.
+    /// From the owner's handle only: a new connection, as a descriptor.
     pub const CONNECT: u64 = 20;
-    /// Of the owner only: listen at a path, whose bytes follow.
+    /// From the owner's handle only: listen at a path, whose bytes follow.
     pub const SERVE: u64 = 21;
-    /// Of the owner only: end.
+    /// From the owner's handle only: end.
     pub const STOP: u64 = 22;
-    /// Of the owner only: another limit, in bytes.
+    /// From the owner's handle only: another limit, in bytes.
     pub const LIMIT: u64 = 23;
-    /// Make room down to the limit → bytes that count against it then.
+    /// Make room down to the limit → bytes charged then.
     pub const SHRINK: u64 = 24;
     /// For tests: what is to happen, and how often or whether. See [`INJECT_BLIND`](super::INJECT_BLIND) and those after it.
     pub const INJECT: u64 = 30;
 }
 
-/// Every mapping, also those to come.
+/// Every mapping, those made later included.
 pub(super) const ALL: u64 = u64::MAX;
 
-/// To a mapping's watcher: forget all PTEs and answer with the number. It drops them together with that of the page behind the
-/// region, which no program uses: so the event that this raises is known for what it is.
+/// To a mapping's watcher: drop all PTEs and answer with the number. The watcher drops them together with that of the page behind
+/// the region, which no program uses; so the owner recognises the event that this raises.
 pub(super) const WATCH_AGE: u64 = 1;
 
-/// So many events are read without having been expected.
+/// This many events are read without having been expected.
 pub(super) const INJECT_BLIND: u64 = 1;
-/// So many closings of the gate fail.
+/// This many closings of the gate fail.
 pub(super) const INJECT_GATE: u64 = 2;
-/// Page-outs on request stop (1) between reading their pages and storing them, until they may go on (0).
+/// Page-outs on request stop between reading their pages and storing them (1), until they may go on (0).
 pub(super) const INJECT_HOLD: u64 = 3;
-/// Answers when a page-out is held.
+/// Answers once a page-out is stopped there.
 pub(super) const INJECT_HELD: u64 = 4;
-/// No thread of a mapping reads its messages (1), until they may again (0).
+/// No mapping's thread reads its messages (1), until they may again (0).
 pub(super) const INJECT_DEAF: u64 = 5;
-/// With the gate closed the kernel has no memory for some of what is asked next: a bit for each, the lowest for the first.
+/// With the gate closed the kernel has no memory for some of the next questions: a bit for each, the lowest for the first.
 pub(super) const INJECT_REFUSE: u64 = 6;
-/// Mappings' faults are served beside who faults from the first fault on, whatever that costs (1), or as it is best (0).
+/// Faults are served beside the faulting thread from the first fault on, whatever that costs (1), or where it is faster (0).
 pub(super) const INJECT_NEAR: u64 = 7;
-/// The threads that do so stop before they read ([`BEFORE_READING`]) or before they wake ([`BEFORE_WAKING`]), until they may go on (0).
+/// The threads that do so stop before they read ([`BEFORE_READING`]) or before they wake ([`BEFORE_WAKING`]), until they may go
+/// on (0).
 pub(super) const INJECT_STARVE: u64 = 8;
 /// See [`INJECT_STARVE`].
 pub(super) const BEFORE_READING: u64 = 1;
@@ -110,7 +111,7 @@ pub(super) fn send(socket: &OwnedFd, words: &Words, fds: &[RawFd]) -> io::Result
     socket::send(socket, &bytes, fds)
 }
 
-/// Receives a message; `UnexpectedEof` when the other end is gone.
+/// Receives a message; `UnexpectedEof` if the other end is gone.
 pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Words, Vec<OwnedFd>)> {
     let mut bytes = [0u8; BYTES];
     let (n, fds) = socket::receive(socket, &mut bytes)?;
@@ -128,7 +129,7 @@ pub(super) fn words(given: &[u64]) -> Words {
     all
 }
 
-/// Makes a call and waits for its answer; `UnexpectedEof` when the owner is gone.
+/// Makes a call and waits for its answer; `UnexpectedEof` if the owner is gone.
 pub(super) fn call(socket: &OwnedFd, request: &[u64]) -> io::Result<(Words, Vec<OwnedFd>)> {
     let (answer, fds) =
         send(socket, &words(request), &[]).and_then(|()| receive(socket)).map_err(|e| match e.kind() {
