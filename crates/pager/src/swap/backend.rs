@@ -1,13 +1,12 @@
-//! What is behind the swap file: a file, or a server that the command speaks to for us.
-//!
+//! Block I/O behind the swap file: a file, or a server that the command speaks to on behalf of its members.
 //! ```text
 //! file     pread, pwrite                             in the helpers' own descriptor table
 //! remote   request ─ Unix socket ─▶ `uzswap run` ─▶ server       a socket for each reading thread, and the writing one
 //! ```
-//! All above sees one thing: ranges of whole blocks that are written and read, with an error number when they are not.
-//! The command answers each request, within the time it gives the server; when it is gone the socket says so, and the
-//! request fails with EIO. It is asked again by a new connection then, which is refused at once when nobody is there. So
-//! nothing waits for ever, and a server that is dead or lies is met as a disk would be that fails or lies.
+//! Everything above sees one thing: ranges of whole blocks that are written and read, with an error number when that fails. The
+//! command answers each request within the time that it gives the server. If the command is gone the socket says so, and the
+//! request fails with EIO; it is then made once more on a new connection, which is refused at once if nobody is there. So nothing
+//! waits forever, and a server that is dead or lies looks like a disk that fails or lies.
 
 use super::clusters::ClusterMap;
 use crate::pager::Pager;
@@ -15,35 +14,35 @@ use core::sync::atomic::{AtomicI32, Ordering::*};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{blockio, stream};
 
-/// A request to the command, followed by the bytes when it is to write them. All in the machine's order of bytes.
+/// A request to the command; the bytes follow if they are to be written. Everything is in the machine's byte order.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// [`OP_READ`] or [`OP_WRITE`].
     pub op: u32,
-    /// Bytes; the range lies in one cluster.
+    /// Length in bytes; the range lies in one cluster.
     pub len: u32,
-    /// Where it begins.
+    /// Byte at which the range begins.
     pub at: u64,
-    /// Who writes (`Identity::raw`), and by what row it claims the cluster: a request that comes so late that the cluster
-    /// has been given to another is refused.
+    /// The requesting process (`Identity::raw`), and in `row` the row by which it claims the cluster. A late request is refused
+    /// if another process has been given the cluster by then.
     pub owner: u64,
     /// See `owner`.
     pub row: u64,
 }
 
-/// [`Request::op`]: the answer is an error number or 0 (an `i32`), and then the bytes.
+/// [`Request::op`]: the answer is an error number or 0 (an `i32`), followed by the bytes.
 pub const OP_READ: u32 = 1;
 /// [`Request::op`]: the answer is an error number or 0.
 pub const OP_WRITE: u32 = 2;
-/// One past the largest error number (the kernel's).
+/// One more than the largest error number (the kernel's).
 const MOST_ERRORS: Errno = 4096;
 
 impl Request {
-    /// Bytes of it.
+    /// Length of a request in bytes.
     pub const BYTES: usize = size_of::<Self>();
 
-    /// As it is sent.
+    /// The request as bytes.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut out = [0; Self::BYTES];
         out[..4].copy_from_slice(&self.op.to_ne_bytes());
@@ -54,7 +53,7 @@ impl Request {
         out
     }
 
-    /// As it was sent.
+    /// The request that these bytes are.
     pub fn from_bytes(b: &[u8; Self::BYTES]) -> Self {
         let half = |i: usize| u32::from_ne_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
         let word = |i: usize| u64::from_ne_bytes(core::array::from_fn(|k| b[i + k]));
@@ -62,7 +61,7 @@ impl Request {
     }
 }
 
-/// One of the two.
+/// The file or the server.
 pub(super) enum Backend<'a> {
     File(i32),
     Remote { map: &'a ClusterMap, link: &'a AtomicI32, owner: u64, row: u64 },
@@ -98,7 +97,8 @@ impl Backend<'_> {
         }
     }
 
-    /// Asks the command; once more where the connection is found closed, which the command does to those that it has too many of.
+    /// Sends a request to the command; once more if the connection turns out to be closed. The command closes some when it has
+    /// too many.
     fn ask(&self, op: u32, at: u64, len: usize, send: Transfer<'_>, receive: Transfer<'_>) -> Result<(), Errno> {
         let Self::Remote { map, link, owner, row } = self else { return Err(libc::EBADF) };
         let request = Request { op, len: len as u32, at, owner: *owner, row: *row };
@@ -117,7 +117,7 @@ impl Backend<'_> {
                 (Ok(()), 0) => return Ok(()),
                 (Ok(()), e @ 1..MOST_ERRORS) => return Err(e),
                 _ => {
-                    // (Half a message may be in it, or what is in it is no answer.)
+                    // Half a message may be in the connection, or something that is no answer.
                     raw::close(fd);
                     link.store(-1, Release);
                     if answered.is_ok() || !kept {
@@ -129,10 +129,10 @@ impl Backend<'_> {
     }
 }
 
-/// Sends or receives what belongs to a request.
+/// Sends or receives the data that belongs to a request.
 type Transfer<'a> = &'a mut dyn FnMut(i32) -> Result<(), Errno>;
 
-/// A connection to the command.
+/// Makes a connection to the command.
 ///
 /// # Errors
 /// The kernel's.
@@ -141,27 +141,27 @@ pub(super) fn connect(map: &ClusterMap) -> Result<i32, Errno> {
     stream::connect(map.path(&mut path))
 }
 
-/// The path of these parts, numbers of up to ten digits among a few letters; the last ends with NUL.
+/// The path made of these parts: numbers of up to ten digits, and a few letters. The last part ends with NUL.
 fn path_to<'a>(parts: &[&[u8]], path: &'a mut [u8; raw::PATH]) -> &'a [u8] {
     raw::path_of(parts, path).expect("three numbers at most")
 }
 
 impl ClusterMap {
-    /// The command's descriptor as a path: the file, or the socket's file. With its terminating NUL.
+    /// The command's descriptor as a path with its terminating NUL: the file, or the socket's file.
     pub(super) fn path<'a>(&self, path: &'a mut [u8; raw::PATH]) -> &'a [u8] {
         let (mut pid, mut fd) = ([0; 20], [0; 20]);
         let pid = raw::decimal(self.pid.load(Relaxed).into(), &mut pid);
         path_to(&[b"/proc/", pid, b"/fd/", raw::decimal(self.fd.load(Relaxed) as u64, &mut fd), b"\0"], path)
     }
 
-    /// Opens the swap file where a descriptor of it is said to be; what is there is not even opened if it is another file. Where the file
-    /// system has become read-only it can be read from still, and writes fail.
+    /// Opens the swap file at the path where a descriptor of it should be. If another file is there it is not even opened. If the
+    /// file system has become read-only the file can still be read, and writes fail.
     ///
-    /// The story: a file system that has met an error becomes read-only. Programs went on, with what was on disk and the rest in memory,
-    /// but their forked children were ended, as the file could not be opened to be written to.
+    /// The story: a file system that meets an error becomes read-only. Programs went on, with what was on disk and the rest in
+    /// memory. But their forked children were ended, as the file could not be opened for writing.
     ///
     /// # Errors
-    /// `ESTALE`: it is another. The kernel's.
+    /// `ESTALE`: it is another file. The kernel's.
     fn open_file(&self, path: &[u8]) -> Result<i32, Errno> {
         let found = raw::open(path, libc::O_PATH)?;
         let is_it = blockio::identity(found).is_ok_and(|file| file == [0, 1].map(|i| self.file[i].load(Relaxed)));
@@ -177,29 +177,29 @@ impl ClusterMap {
         opened
     }
 
-    /// Whether what is swapped goes to a server.
+    /// Whether swapped data goes to a server.
     pub(super) fn is_remote(&self) -> bool {
         self.remote.load(Relaxed) != 0
     }
 }
 
 impl Pager {
-    /// What the writing thread uses.
+    /// The backend of the writing thread.
     pub(super) fn backend_to_write(&self) -> Backend<'_> {
         self.backend(&self.tier.link)
     }
 
-    /// What reading thread `i` uses.
+    /// The backend of reading thread `i`.
     pub(super) fn backend_to_read(&self, i: usize) -> Backend<'_> {
         self.backend(self.read_link(i))
     }
 
-    /// The connection of reading thread `i`. (The first one's is what says that there is a backend at all.)
+    /// The connection of reading thread `i`. (The first one's also says that there is a backend at all.)
     fn read_link(&self, i: usize) -> &AtomicI32 {
         i.checked_sub(1).map_or(&self.tier.file, |i| &self.tier.readers.links[i])
     }
 
-    /// Whether reading thread `i` can ask: only the first is sure to, as it is connected from the start.
+    /// Whether reading thread `i` can send requests. Only the first surely can, as it is connected from the start.
     pub(super) fn can_read(&self, i: usize) -> bool {
         let link = self.read_link(i);
         match self.clusters.filter(|map| map.is_remote() && i > 0 && link.load(Acquire) < 0) {
@@ -214,7 +214,7 @@ impl Pager {
     fn backend<'a>(&'a self, link: &'a AtomicI32) -> Backend<'a> {
         match self.clusters {
             Some(map) if map.is_remote() => {
-                // (The identity as the row has it: where /proc is out of sight it cannot be had anew.)
+                // The identity is the one in the row: where /proc is out of sight it cannot be read anew.
                 let (owner, row) = self.own_row_if_any().map_or((0, u64::MAX), |row| (map.owner_of(row), row as u64));
                 Backend::Remote { map, link, owner, row }
             }
@@ -231,7 +231,7 @@ impl Pager {
         self.tier.link.store(-1, Release);
         self.tier.readers.links.iter().for_each(|link| link.store(-1, Release));
         if map.is_remote() {
-            // (Both now: later the program may be where /proc is not.)
+            // Make both now: later the program may be where there is no /proc.
             self.tier.link.store(connect(map)?, Release);
             self.tier.file.store(connect(map)?, Release);
             return Ok(());
@@ -241,8 +241,8 @@ impl Pager {
         Ok(())
     }
 
-    /// The swap file by way of another member, where the command has ended: its helpers, which all open the same files first, have it
-    /// in their own table, as `fd`.
+    /// The swap file by way of another member, after the command has ended. All members' helpers open the same files first, so
+    /// they have it in their own table as `fd`.
     fn file_of_a_member(&self, map: &ClusterMap, fd: i32) -> Option<i32> {
         let fd = u64::try_from(fd).ok()?;
         let (mut a, mut b, mut c) = ([0; 20], [0; 20], [0; 20]);
@@ -266,7 +266,8 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
     use uzswap_sys::memfd;
 
-    /// The story: the file was opened by the command's number and descriptor, whatever was there: another's file, which was written to.
+    /// The story: the file was opened by the command's pid and descriptor number, whatever was there. It was another program's
+    /// file, and was written to.
     #[test]
     fn only_the_swap_file_is_opened_whoever_has_it() {
         let files = (memfd::create(c"swap", 0).unwrap(), memfd::create(c"other", 0).unwrap());
@@ -282,7 +283,7 @@ mod tests {
         assert_eq!(open(file, -1), Ok(true));
         assert_eq!(open(other, -1), Err(libc::ESTALE));
         assert_eq!((open(other, file), p.tier.file.load(Relaxed)), (Err(libc::ESTALE), -1), "there is no other member");
-        // A member that has it among its helpers' files, and one that has another file there.
+        // One member that has it among its helpers' files, and one that has another file there.
         for (i, ticker) in [(7, 0), (8, uzswap_sys::thread::gettid())] {
             p.group.slots[i].owner.store(u64::from(std::process::id()), Relaxed);
             p.group.slots[i].ticker.store(ticker as u32, Relaxed);
@@ -299,7 +300,7 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         std::fs::write(path.join("swap"), [7; 4096]).unwrap();
         let dir = path.clone();
-        // (A thread of its own, as the mount is in its view of the files alone.)
+        // On a thread of its own, as the mount is visible in that thread's view of the files alone.
         let thread = std::thread::spawn(move || {
             let (swap, path) =
                 (path.join("swap"), std::ffi::CString::new(path.into_os_string().into_encoded_bytes()).unwrap());
@@ -338,7 +339,7 @@ mod tests {
         assert_eq!(Request::from_bytes(&request.to_bytes()), request);
     }
 
-    /// The command closes connections by which nothing is asked when it has too many: who comes to use one asks by another, once.
+    /// When the command has too many connections it closes idle ones; a request on a closed one is repeated once, on a new one.
     #[test]
     fn a_connection_that_is_found_closed_is_made_anew() {
         let path = std::env::temp_dir().join(format!("uzswap-asked-{}", std::process::id()));
@@ -349,7 +350,7 @@ mod tests {
         let map = testing::books();
         map.pid.store(std::process::id(), Relaxed);
         map.fd.store(file.as_raw_fd(), Relaxed);
-        // It answers two requests, each by a connection of its own, and then closes one that was asked by.
+        // It answers two requests, each on a connection of its own, and then closes one that was used.
         let command = std::thread::spawn(move || {
             for status in [0, libc::ENOSPC, -1] {
                 let mut stream = listener.accept().unwrap().0;
@@ -366,8 +367,8 @@ mod tests {
         command.join().unwrap();
     }
 
-    /// The story: what came was the bytes of another read, as two threads had asked by one connection. They were taken for
-    /// an error number, and the next request was answered by what was left of them.
+    /// The story: two threads had used one connection, and got each other's bytes. These were taken for an error number, and the
+    /// next request got the remains of them as its answer.
     #[test]
     fn a_connection_that_answers_nonsense_is_closed() {
         for (status, stays) in [(libc::EIO, true), (4095, true), (4096, false), (-5, false), (0x2020_2020, false)] {

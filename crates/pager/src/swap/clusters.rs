@@ -1,9 +1,9 @@
-//! Which process has which cluster of the swap file: books that a group shares, and that outlive any of its members.
+//! Tracks which process has which cluster of the swap file: books that a group shares, and that outlive any of its members.
 //!
-//! A process that needs room *claims* a free cluster. After fork parent and child both have objects in the parent's
-//! clusters, so what counts is who *refers* to a cluster: each process has a row of bits, one for each cluster. A
-//! cluster is free again when the last reference is gone, and only a process that alone refers to a cluster may write
-//! into what it has freed there (another might still read it).
+//! A process that needs room *claims* a free cluster. After a fork parent and child both have objects in the parent's clusters,
+//! so what counts is who *refers* to a cluster: each process has a row of bits, one for each cluster. A cluster is free again
+//! when the last reference is gone. Only a process that alone refers to a cluster may write into what it has freed there, as
+//! another might still read it.
 //!
 //! ```text
 //! owner[c]   generation │ row of the claimer + 1, 0: free       claimed and freed by compare-and-swap of the whole word
@@ -12,21 +12,21 @@
 //! The steps themselves are in `references`, where they are modelled with loom.
 //!
 //! Nobody holds a lock, and a member may be killed at any instruction:
-//! - A row belongs to the process named in it. A parent makes its child's row before it forks (the child's reference must
-//!   be there before the parent can give up its own). Once there is a child the row names it as its *heir*: it is the child's,
-//!   whatever becomes of the parent, and a dead process's when the child ends before it has taken it over. Who finds a row
-//!   whose process is dead takes it over and empties it; killed meanwhile, it is itself the dead one.
-//! - Several may find the same row, and a process that is alive may be one of them: it executed another program, and empties what
-//!   it had before. So who is about to change whose a row is, and to empty it, first puts its name to it as its *taker*, and
-//!   looks again then. Nobody else touches the row until that is over, or the taker is dead itself. (One that
-//!   executes another program in the midst of it keeps the row until that program is managed too, or ends.)
-//! - A cluster whose claimer died between claiming it and setting its bit is found when its row is emptied.
-//! - *release* clears the bit first and looks at the other rows then: of two that release at once one sees that it was
-//!   the last. A reference that passes from row to row by a fork under way could be missed, so `forks` counts the rows
-//!   inherited, and who looks starts over when it changed.
-//! - A write past the page cache may go on when its process seems to have ended, or executes another program: the thread that makes it
-//!   ends last. So a row says which clusters are being written to. Who empties it marks them as *late*: nobody writes there before all such writes are
-//!   known to have ended, for which all references must be gone (`Pager::await_late`).
+//! - A row belongs to the process named in it. A parent makes its child's row before it forks, as the child's reference must
+//!   exist before the parent can give up its own. Once there is a child, the row names it as its *heir*: it is the child's,
+//!   whatever becomes of the parent; if the child ends before it has taken the row over, it is a dead process's row. A process
+//!   that finds a dead process's row takes it over and empties it; if killed meanwhile, it is itself the dead one.
+//! - Several processes may find the same row, and one of them may be its own living owner: it executed another program, and
+//!   empties what it had before. So a process that is about to change a row's owner and empty it first enters itself as its
+//!   *taker*, and then checks again. Nobody else touches the row until that is done or the taker is dead. (A taker that executes
+//!   another program meanwhile keeps the row until that program is managed too, or ends.)
+//! - If a claimer dies between claiming a cluster and setting its bit, that is found when its row is emptied.
+//! - *release* first clears the bit, and then looks at the other rows: of two that release at once, one sees that it was the
+//!   last. A fork under way passes references from row to row, and one could be missed; so `forks` counts the rows inherited, and
+//!   a process that looks starts over if the count has changed.
+//! - A write past the page cache may still go on when its process seems to have ended, or executes another program, as the
+//!   writing thread ends last. So a row says which clusters are being written to. Whoever empties it marks them as *late*: nobody
+//!   writes there before all such writes are known to have ended, for which all references must be gone (`Pager::await_late`).
 
 use super::pipeline::DEPTH;
 use super::references::{OWNER_BITS, OWNER_MASK, References};
@@ -38,7 +38,7 @@ use uzswap_sys::thread;
 
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
-/// First word of the books: refuses those of another version.
+/// First word of the books. Books of another version have another, and are refused.
 pub const MAGIC: u64 = 0x757a_7377_6469_0005;
 /// Processes that can have something in a swap file at once.
 pub const ROWS: usize = 1024;
@@ -47,63 +47,65 @@ const NONE: usize = usize::MAX;
 const WORDS: usize = MOST_CLUSTERS / 64;
 const _: () = assert!(ROWS < 1 << OWNER_BITS);
 
-/// What one process refers to.
+/// The references of one process.
 #[repr(C)]
 struct Row {
-    /// Whose it is ([`Identity::raw`]), 0 when free. Changed by its taker only, or by a forked child that takes over what its
-    /// parent made for it.
+    /// The owner ([`Identity::raw`]), 0 if the row is free. Changed only by its taker, or by a forked child that takes over what
+    /// its parent made for it.
     owner: AtomicU64,
-    /// Who is changing whose it is, and empties it, 0 for nobody. A process that is there: what else shows that one is dead
-    /// (the ticker) is of the owner, and may be of the former one still.
+    /// The process that is changing the owner and emptying the row, 0 for none. It counts as long as it exists. The other sign
+    /// that a process is dead (the ticker) concerns the owner, and may still be the former owner's.
     taker: AtomicU64,
-    /// The forked child that its owner made it for, and that is to take it over; 0 for nobody.
+    /// The forked child for which the owner made the row, and which is to take it over; 0 for none.
     heir: AtomicU64,
-    /// The thread id of its ticker, once known: without it the process executes a program that is not managed.
+    /// The thread id of the owner's ticker, once known. If that thread is gone, the process executes a program that is not
+    /// managed.
     ticker: AtomicU32,
-    /// The clusters that it writes to just now, each + 1; 0 for none.
+    /// The clusters that the owner is writing to, each + 1; 0 for none.
     writing: [AtomicU32; DEPTH],
     bits: [AtomicU64; WORDS],
 }
 
-/// The books of a swap file, shared by the processes of a run: the object that [`ENV_SWAP`] leads to. It is large, but
-/// memory is used only for what is touched. All zeros but what the command sets.
+/// The books of a swap file, shared by the processes of a run: the object that [`ENV_SWAP`] leads to. It is large, but only what
+/// is touched takes memory. All zeros, except what the command sets.
 #[repr(C)]
 pub struct ClusterMap {
     /// [`MAGIC`].
     pub magic: AtomicU64,
-    /// Most bytes on disk, as asked for.
+    /// Size that the user asked for: most bytes on disk.
     pub bytes: AtomicU64,
-    /// The command that holds the file open, and its descriptor there.
+    /// Pid of the command, which holds the file open, and its descriptor there.
     pub pid: AtomicU32,
     /// See `pid`.
     pub fd: AtomicI32,
-    /// Which file that is ([`uzswap_sys::blockio::identity`]): when the command has ended, its number may be another's, and `fd` be
-    /// another file there.
+    /// Identity of that file ([`uzswap_sys::blockio::identity`]). Once the command has ended its pid may be another process's,
+    /// and `fd` another file there.
     pub file: [AtomicU64; 2],
     /// Policy of the shrinker: see [`uzswap_mm::shrinker::Policy::from_number`].
     pub policy: AtomicU32,
-    /// 1: not a file, but a server: `fd` names the socket at which the command takes requests (`swap::backend`).
+    /// 1: a server instead of a file; `fd` is the socket at which the command takes requests (`swap::backend`).
     pub remote: AtomicU32,
-    /// 1: transfers bypass the page cache (`O_DIRECT`), which the file system was seen to do.
+    /// 1: transfers bypass the page cache (`O_DIRECT`); the command has tried that the file system can.
     pub direct: AtomicU32,
-    /// 1: io_uring is not to be used, nor is it noted who writes where, as holes, by which that is waited for, cannot be punched.
+    /// 1: do not use io_uring, and do not note who writes where, as holes, which are the way to wait for such writes, cannot be
+    /// punched.
     pub plain: AtomicU32,
-    /// 1: what is written is encrypted, with a key of each process.
+    /// 1: data is encrypted, with a key for each process.
     pub encrypt: AtomicU32,
     /// Share of the limit that the pools may take before objects are written back (percent).
     pub max_pool_percent: AtomicU32,
-    /// Share of that down to which they are written back then (percent).
+    /// Share of that at which writing back stops (percent).
     pub accept_threshold_percent: AtomicU32,
-    /// What has been told, once for the run: see `swap::io::Trouble`.
+    /// Messages given, once for the run: see `swap::io::Trouble`.
     pub told: AtomicU32,
-    /// Bytes of the file that have been preallocated.
+    /// Bytes of the file that are preallocated.
     pub allocated: AtomicU64,
-    /// Rows inherited so far.
+    /// Number of rows inherited so far.
     forks: AtomicU32,
-    /// One past the highest row ever used.
+    /// One more than the highest row ever used.
     used: AtomicU32,
     owner: [AtomicU32; MOST_CLUSTERS],
-    /// A bit for each cluster that was being written to by a process when that ended.
+    /// A bit for each cluster that a process was writing to when it ended.
     late: [AtomicU64; WORDS],
     rows: [Row; ROWS],
 }
@@ -114,22 +116,22 @@ impl ClusterMap {
         Geometry::of(self.bytes.load(Relaxed))
     }
 
-    /// The process of row `me` writes to a cluster as its write `slot`, or does not any more.
+    /// Notes the cluster that row `me`'s process writes to as its write `slot`; None when that write has ended.
     pub(super) fn note_writing(&self, me: usize, slot: usize, cluster: Option<u32>) {
         self.rows[me].writing[slot].store(cluster.map_or(0, |c| c + 1), SeqCst);
     }
 
-    /// Whether nobody has claimed a cluster.
+    /// Whether a cluster is unclaimed.
     pub fn is_free(&self, cluster: u32) -> bool {
         self.owner[cluster as usize].load(SeqCst) & OWNER_MASK == 0
     }
 
-    /// The process that has a row ([`Identity::raw`]), 0 when it is free.
+    /// The owner of a row ([`Identity::raw`]), 0 if it is free.
     pub(super) fn owner_of(&self, row: usize) -> u64 {
         self.rows[row].owner.load(SeqCst)
     }
 
-    /// Whether the process `owner` ([`Identity::raw`]) has row `row` and refers to a cluster by it.
+    /// Whether the process `owner` ([`Identity::raw`]) owns row `row` and refers to a cluster by it.
     pub fn is_claimed_by(&self, cluster: u32, row: usize, owner: u64) -> bool {
         if row >= ROWS || cluster >= self.clusters() || self.rows[row].owner.load(SeqCst) != owner {
             return false;
@@ -137,18 +139,18 @@ impl ClusterMap {
         self.refers(row, cluster)
     }
 
-    /// Clusters in use.
+    /// Number of clusters in use.
     pub fn clusters_used(&self) -> usize {
         let used = |owner: &&AtomicU32| owner.load(Relaxed) & OWNER_MASK != 0;
         self.owner[..self.clusters() as usize].iter().filter(used).count()
     }
 
-    /// Whether half of the clusters or more are in use.
+    /// Whether at least half of the clusters are in use.
     pub fn is_half_full(&self) -> bool {
         self.clusters_used() * 2 >= self.clusters() as usize
     }
 
-    /// Becomes the taker of a row; false while another is.
+    /// Makes `me` the taker of a row; false while another process is.
     fn hold(&self, row: usize, me: Identity) -> bool {
         let taker = &self.rows[row].taker;
         let held = taker.load(SeqCst);
@@ -156,20 +158,20 @@ impl ClusterMap {
         may && taker.compare_exchange(held, me.raw(), SeqCst, Relaxed).is_ok()
     }
 
-    /// Is its taker no more, and leaves it to whom it belongs.
+    /// Ends being the taker of a row, which stays with its owner.
     fn let_go(&self, row: usize, me: Identity) {
         let _ = self.rows[row].taker.compare_exchange(me.raw(), 0, SeqCst, Relaxed);
     }
 
-    /// Makes a row that is free or a dead process's `me`'s own, empties it, and frees it unless it `keeps` it; false when it is
-    /// neither, or another's by now.
+    /// Makes `me` the owner of a row that is free or a dead process's, empties it, and frees it unless `keeps`. Returns false if
+    /// it is neither, or another's by now.
     fn take(&self, row: usize, me: Identity, keeps: bool) -> bool {
         let r = &self.rows[row];
         if !r.is_to_be_had() || !self.hold(row, me) {
             return false;
         }
-        // (It may have been taken, and even used, between the first look and the hold. A forked child that takes over
-        // what its parent, killed at once, made for it does so without one.)
+        // Between the first look and the hold another process may have taken the row, and even used it. And a forked child takes
+        // over a row that its parent, killed at once, made for it without a hold.
         let owner = r.owner.load(SeqCst);
         let taken = r.is_to_be_had() && r.owner.compare_exchange(owner, me.raw(), SeqCst, Relaxed).is_ok();
         if taken {
@@ -184,8 +186,8 @@ impl ClusterMap {
         taken
     }
 
-    /// Empties a row and frees it, if it is `me`'s and not a child's that is to take it over; false when it is not, or another has come to
-    /// take it.
+    /// Empties a row and frees it if it is `me`'s and not about to be taken over by a child. Returns false if it is not, or if
+    /// another process has come to take it.
     fn give_up(&self, row: usize, me: Identity) -> bool {
         let r = &self.rows[row];
         let is_mine = || r.owner.load(SeqCst) == me.raw() && r.heir.load(SeqCst) == 0;
@@ -202,16 +204,16 @@ impl ClusterMap {
         is_mine
     }
 
-    /// Names the child that is to take over a row which `me` made for it, unless it has done so already.
+    /// Names the child that is to take over a row that `me` made for it, unless the child has done so already.
     pub(super) fn leave_to(&self, row: usize, me: Identity, child: Identity) {
         let r = &self.rows[row];
-        // (Who takes it just now does so because the child has it, and has ended.)
+        // Another process takes it just now only if the child has it, and has ended.
         if !self.hold(row, me) {
             return;
         }
         if r.owner.load(SeqCst) == me.raw() {
             r.heir.store(child.raw(), SeqCst);
-            // (Taken over meanwhile, which is done without a hold.)
+            // The child took it over meanwhile, which needs no hold.
             if r.owner.load(SeqCst) != me.raw() {
                 let _ = r.heir.compare_exchange(child.raw(), 0, SeqCst, Relaxed);
             }
@@ -219,7 +221,7 @@ impl ClusterMap {
         self.let_go(row, me);
     }
 
-    /// A forked child becomes the owner of a row that `parent` made for it; false when it is another's.
+    /// Makes a forked child the owner of a row that `parent` made for it; false if the row is another's.
     pub(super) fn take_over(&self, row: usize, parent: u64, me: Identity) -> bool {
         let r = &self.rows[row];
         let taken = r.owner.compare_exchange(parent, me.raw(), SeqCst, Relaxed).is_ok();
@@ -229,10 +231,10 @@ impl ClusterMap {
         taken
     }
 
-    /// Takes a row, free or a dead process's, and leaves it empty in the hands of `me`.
+    /// Takes a free or a dead process's row, and leaves it empty in the hands of `me`.
     pub fn take_row(&self, me: Identity) -> Option<usize> {
         (0..ROWS).find(|row| {
-            // (Counted as used before it is: who looks at a cluster's other rows must not miss it.)
+            // It counts as used before it is: whoever looks at a cluster's other rows must not miss it.
             self.rows[*row].is_to_be_had() && {
                 self.used.fetch_max(*row as u32 + 1, SeqCst);
                 self.take(*row, me, true)
@@ -240,16 +242,16 @@ impl ClusterMap {
         })
     }
 
-    /// Empties the rows that this process had before it executed another program. To be called before any thread of it takes one.
+    /// Empties the rows that this process had before it executed another program. Call it before any of its threads takes a row.
     pub fn forget_own(&self, me: Identity) {
         for row in 0..self.used_rows() {
-            // What was being taken then nobody takes any more.
+            // Rows that it was just taking then are nobody's to take now.
             self.let_go(row, me);
             self.give_up(row, me);
         }
     }
 
-    /// Empties the rows of processes that died, or execute a program that is not managed.
+    /// Empties the rows of processes that have died, or that execute a program that is not managed.
     pub fn bury_the_dead(&self, me: Identity) {
         for row in 0..self.used_rows() {
             let r = &self.rows[row];
@@ -290,7 +292,7 @@ impl References for ClusterMap {
 
 #[cfg(test)]
 impl ClusterMap {
-    /// Nobody has anything.
+    /// For tests: nobody has anything.
     pub(super) fn reset(&self) {
         self.owner.iter().for_each(|owner| owner.store(0, SeqCst));
         self.late.iter().for_each(|late| late.store(0, SeqCst));
@@ -304,29 +306,29 @@ impl ClusterMap {
         }
     }
 
-    /// A row refers to clusters, as one does that was inherited.
+    /// For tests: makes a row refer to clusters, as one that was inherited does.
     pub(super) fn share_for_test(&self, row: usize, clusters: core::ops::RangeInclusive<u32>) {
         for cluster in clusters {
             self.refer(row, cluster);
         }
     }
 
-    /// A row is a process's whose ticker has this number.
+    /// For tests: gives a row to a process whose ticker has this thread id.
     pub(super) fn set_row(&self, row: usize, owner: Identity, ticker: u32) {
         self.used.fetch_max(row as u32 + 1, SeqCst);
         self.rows[row].owner.store(owner.raw(), SeqCst);
         self.rows[row].ticker.store(ticker, SeqCst);
     }
 
-    /// A process takes a row.
+    /// For tests: makes a process the taker of a row.
     pub(super) fn set_taker(&self, row: usize, taker: Identity) {
         self.rows[row].taker.store(taker.raw(), SeqCst);
     }
 }
 
 impl Row {
-    /// Whether it is free, or nobody is left of its process: it is gone, or its helpers are (it executed another program). To be
-    /// relied on by its taker only: while another takes it the ticker may be the former owner's.
+    /// Whether the row is free or nothing is left of its process: the process is gone, or its helpers are (it executed another
+    /// program). Only the taker may rely on this: while another process takes the row, the ticker may be the former owner's.
     fn is_to_be_had(&self) -> bool {
         let Some(owner) = Identity::from_raw(self.owner.load(SeqCst)) else { return true };
         if let Some(heir) = Identity::from_raw(self.heir.load(SeqCst)) {
@@ -338,12 +340,12 @@ impl Row {
     }
 }
 
-/// Which rows are this process's. Atomics only because the pager is shared: they change with the pager's lock held. The rows
-/// themselves other processes contend for, which have locks of their own: see [`ClusterMap`].
+/// The rows that are this process's. They are atomics only because the pager is shared, and change with the pager's lock held.
+/// Other processes contend for the rows themselves, which have holds of their own: see [`ClusterMap`].
 pub struct Rows {
-    /// Its own; `NONE` until it needs one.
+    /// Its own row; `NONE` until it needs one.
     own: AtomicUsize,
-    /// What it made for the child being forked.
+    /// The row that it made for the child being forked.
     child: AtomicUsize,
     /// The process that forks.
     parent: AtomicU64,
@@ -356,7 +358,7 @@ impl Default for Rows {
 }
 
 impl Pager {
-    /// This process's row, taken when it first needs one.
+    /// This process's row; takes one when it first needs it.
     pub(crate) fn own_row(&self, map: &ClusterMap) -> Option<usize> {
         let known = self.rows.own.load(Relaxed);
         if known != NONE {
@@ -373,8 +375,8 @@ impl Pager {
         Some(self.rows.own.load(Relaxed)).filter(|row| *row != NONE)
     }
 
-    /// Before fork, with the lock held: a row for the child that has this process's references, if it has any. When there
-    /// is no row the child cannot be given what is on disk, and will be told.
+    /// Before fork, with the lock held: makes a row with this process's references for the child, if it has any. If there is no
+    /// row the child cannot get what is on disk, and finds out.
     pub(crate) fn make_row_for_child(&self, clusters: usize) {
         self.rows.child.store(NONE, Relaxed);
         let (own, me) = (self.rows.own.load(Relaxed), Identity::own());
@@ -389,10 +391,11 @@ impl Pager {
         }
     }
 
-    /// After fork, in the parent: where there is no child its row is given up, otherwise it is left to the child.
+    /// After fork, in the parent: gives the child's row up if there is no child; otherwise leaves it to the child.
     ///
-    /// The story: until the child took it, it was only the parent's. One that executed another program at once emptied it as its own, and
-    /// the child was ended; a child that ended before it got to that left it in use as long as the parent lived.
+    /// The story: until the child took the row over it was only the parent's. A parent that executed another program at once
+    /// emptied it as its own, and the child was ended. A child that ended before it took the row over left it in use as long as
+    /// the parent lived.
     pub(crate) fn end_fork(&self, child: isize) {
         let row = self.rows.child.swap(NONE, Relaxed);
         if let Some(map) = self.clusters.filter(|_| row != NONE)
@@ -406,7 +409,7 @@ impl Pager {
         }
     }
 
-    /// In a forked child, with the lock held: takes over the row made for it. False when it has pages on disk and no row.
+    /// In a forked child, with the lock held: takes over the row made for it. Returns false if it has pages on disk and no row.
     pub(crate) fn take_inherited_row(&self, clusters: usize) -> bool {
         let row = self.rows.child.swap(NONE, Relaxed);
         self.rows.own.store(row, Relaxed);
@@ -414,12 +417,12 @@ impl Pager {
         if row == NONE {
             return clusters == 0;
         }
-        // (No ticker stands there yet: the parent took it so.)
-        // (A parent that was killed at once, before it could name its child, may have been buried.)
+        // No ticker is noted there yet: the parent took it that way.
+        // If the parent was killed at once, before it could name its child, it may have been buried.
         map.take_over(row, self.rows.parent.load(Relaxed), Identity::own())
     }
 
-    /// The ticker is another now.
+    /// Notes the thread id of the new ticker.
     pub(crate) fn row_has_ticker(&self, tid: i32) {
         let own = self.rows.own.load(Relaxed);
         if let Some(map) = self.clusters.filter(|_| own != NONE) {
@@ -427,7 +430,7 @@ impl Pager {
         }
     }
 
-    /// Uses a swap file, as a new process of the run. Before other threads know of the pager.
+    /// Makes a new process of the run use a swap file, before other threads know of the pager.
     pub fn swap_to(&mut self, map: &'static ClusterMap) {
         map.forget_own(Identity::own());
         self.clusters = Some(map);

@@ -1,24 +1,25 @@
-//! Recompression before write-back: what the shrinker would write next is made dense first.
+//! Recompression before write-back: what the shrinker would write next is first made dense.
 //!
-//! An object that lz4 stored and that memory pressure meets with its reference bit clear has been idle for a whole turn of
-//! the list: neither the time to compress it well nor the dearer read is likely to be missed. So it is not written but
-//! stored anew with zstd, as larger a unit as its neighbours allow (16 KiB, and 64 KiB where memory is used in sequence; what
-//! is read at random stays as it is cut), and goes to the tail of the list with its bit clear: met again it is written. What
-//! gains less than an eighth is marked and written at once.
+//! An object that lz4 stored and that memory pressure meets with its reference bit clear has been idle for a whole turn of the
+//! list. Neither the time to compress it well nor the more expensive read is likely to be missed. So it is not written yet but
+//! stored anew with zstd, in as large a unit as its neighbours allow (16 KiB, or 64 KiB where memory is used in sequence;
+//! randomly read memory stays as it is cut). It goes to the tail of the list with its bit clear, and is written when met again.
+//! What gains less than an eighth is marked and written at once.
 //!
 //! ```text
 //! met, idle, lz4 ─▶ aside ─ parts found, marked, decompressed ─▶ compressed ─▶ all as before? stored, parts released
 //!                              with the lock, several           without it       with it; else nothing changes
 //! ```
-//! It is done where it costs less than the bytes that it spares the disk (`worth`). Without a disk tier nothing is about to be written, and nothing is recompressed here (see `densify` for what is). Nor is
-//! it while the limit is exceeded: what waits then waits for room, which a write makes sooner.
+//! This is done where it costs less than the bytes that it spares the disk (`worth`). Without a disk tier nothing is about to be
+//! written, so nothing is recompressed here (see `densify` for that). Nor is it done while the limit is exceeded: whatever waits
+//! then waits for room, which a write makes sooner.
 //!
 //! Rules:
-//! - An object that is being written is left alone, and one that is being recompressed is not written: see
-//!   [`object::HELD`]. The mark also tells a part from another object that came to lie at its place meanwhile.
-//! - An object set aside is on no list; it goes back to it whatever becomes of it, and in a forked child at once.
-//! - As in `densify`: parts are replaced only when all pages that refer to them are found, and all change to the new object
-//!   under one hold of the lock. What cannot be decompressed, does not get smaller or finds no place stays as it is.
+//! - An object that is being written is left alone, and one that is being recompressed is not written: see [`object::HELD`]. The
+//!   mark also distinguishes a part from another object that came to lie at its place meanwhile.
+//! - An object set aside is on no list. It goes back to its list whatever becomes of it, and in a forked child at once.
+//! - As in `densify`, parts are replaced only if all pages that refer to them are found, and all of these change to the new
+//!   object under one hold of the lock. What cannot be decompressed, does not get smaller or finds no place stays as it is.
 
 use super::{MOST_PAGES, Swap};
 use crate::fault::deliver::decode;
@@ -36,16 +37,16 @@ use uzswap_mm::shrinker::Entry;
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::thread;
 
-/// Objects set aside at once: some two milliseconds of work, for which writes that ended wait.
+/// Objects set aside at once: some two milliseconds of work, for which ended writes have to wait.
 pub(super) const MOST_ASIDE: usize = 8;
 /// Bytes recompressed between two holds of the lock.
 const ROOM: usize = 2 * BLOCK;
 
-/// What the writing thread recompresses with; made when it is first needed, with the lock held.
+/// The writing thread's tools for recompression; made when first needed, with the lock held.
 #[derive(Default)]
 pub(super) struct Packer {
     tools: Option<Box<Tools>>,
-    /// When what is in hand was begun (monotonic nanoseconds).
+    /// When the current work began (monotonic nanoseconds).
     began: u64,
 }
 
@@ -66,32 +67,32 @@ impl Tools {
 /// A unit that is being recompressed.
 struct Lot {
     unit: Unit,
-    /// Where its pages lie, and what they are compressed to.
+    /// Offset of its pages, and of what they are compressed to.
     at: usize,
-    /// What that came to.
+    /// The compressed result, if there is one.
     packed: Option<(Encoding, usize)>,
 }
 
 impl Lot {
-    /// Bytes that it takes less.
+    /// Bytes that it saves.
     fn gained(&self) -> usize {
         self.packed.map_or(0, |(_, len)| self.unit.bytes.saturating_sub(len))
     }
 }
 
-/// Objects side by side that are to become one.
+/// Neighbouring objects that are to become one.
 #[derive(Clone, Copy)]
 pub(super) struct Unit {
-    /// Which of them was met.
+    /// The one that was met.
     entry: Entry,
     vpn: u64,
     order: u8,
     /// Pages that refer to it (a bit each).
     live: u16,
-    /// Each part's handle and order.
+    /// Handle and order of each part.
     parts: [(u32, u8); MOST_PAGES],
     count: usize,
-    /// Compressed bytes of the parts.
+    /// Compressed bytes of all parts.
     bytes: usize,
 }
 
@@ -111,7 +112,7 @@ impl Unit {
         1 << self.order
     }
 
-    /// Its parts: the object, and the page of the unit it begins at.
+    /// Its parts: the object, and the page of the unit at which it begins.
     fn parts(&self) -> impl Iterator<Item = (Entry, usize, u8)> + use<> {
         let (vpn, parts) = (self.vpn, self.parts);
         let mut at = 0;
@@ -124,15 +125,14 @@ impl Unit {
 }
 
 /// Whether an object is worth trying: stored by lz4, idle, not held, not tried before, and not on disk already. (What was set
-/// aside may have gone, and a large block lie there.)
+/// aside may have gone, and a large block may lie there.)
 pub(super) fn is_warm(head: &Header) -> bool {
     let flags = object::HELD | object::REFERENCED | object::TRIED | object::ON_DISK;
     head.order <= object::SMALL && matches!(head.encoding, Encoding::Lz4) && head.flags & flags == 0
 }
 
 impl State {
-    /// The largest unit that an object is to become one with its neighbours in. None when it is not to be recompressed
-    /// (any more).
+    /// The largest unit that an object can form with its neighbours. None if it is not to be recompressed (any more).
     fn unit_of(&self, entry: Entry, may: impl Fn(u8) -> bool) -> Option<Unit> {
         let (out, copies) = self.pages_of(entry)?;
         let head = self.header_of(entry);
@@ -179,7 +179,7 @@ impl State {
         Some(unit)
     }
 
-    /// Decompresses the parts of a unit and marks them; false when one is damaged.
+    /// Decompresses the parts of a unit and marks them; false if one is damaged.
     fn unpack(&mut self, unit: &Unit, plain: &mut [u8]) -> bool {
         for (part, from, order) in unit.parts() {
             if !decode(self, part.handle, &mut plain[from * PAGE..][..PAGE << order]) {
@@ -190,7 +190,7 @@ impl State {
         true
     }
 
-    /// Takes the mark off the parts that are still there; whether all are, with all their pages.
+    /// Takes the mark off those parts that are still there; returns whether all are, with all their pages.
     fn unmark(&mut self, unit: &Unit) -> bool {
         let mut intact = true;
         for (part, from, order) in unit.parts() {
@@ -207,8 +207,7 @@ impl State {
 }
 
 impl Swap {
-    /// Puts what was set aside on the list again, in a forked child too, where nobody recompresses what the parent was
-    /// recompressing.
+    /// Puts what was set aside back on the list; also in a forked child, where nobody continues the parent's recompression.
     pub(super) fn give_up_recompression(&mut self, s: &mut State) {
         for unit in core::mem::take(&mut self.packing) {
             s.unmark(&unit);
@@ -221,7 +220,7 @@ impl Swap {
 }
 
 impl Packer {
-    /// Room for the pages of one more unit, if there is any; to be called with the lock held, as it may allocate.
+    /// Space for the pages of one more unit, if there is any. Call it with the lock held, as it may allocate.
     fn plain(&mut self, unit: &Unit) -> Option<&mut [u8]> {
         let tools = self.tools.get_or_insert_with(|| {
             let compressor = Compressor::new(Algorithm::Zstd(1));
@@ -237,13 +236,13 @@ impl Packer {
         room.filter(|_| tools.lots.len() < MOST_ASIDE)
     }
 
-    /// A unit whose pages were put there.
+    /// Adds a unit whose pages were put there.
     fn add(&mut self, unit: Unit) {
         let Some(tools) = &mut self.tools else { return };
         tools.lots.push(Lot { unit, at: tools.end(), packed: None });
     }
 
-    /// Compresses what was put there, but for what gains less than an eighth of what the parts take.
+    /// Compresses what was put there; a unit that gains less than an eighth of what its parts take stays without a result.
     pub(super) fn compress(&mut self) {
         let Some(Tools { compressor, plain, packed, lots }) = self.tools.as_deref_mut() else { return };
         for lot in lots {
@@ -253,7 +252,7 @@ impl Packer {
         }
     }
 
-    /// What is being recompressed, first to last, and whether it has come to something.
+    /// The units being recompressed, first to last, and whether each has a result.
     #[cfg(test)]
     pub(super) fn units(&self) -> impl Iterator<Item = (&Unit, bool)> {
         self.tools.iter().flat_map(|tools| &tools.lots).map(|lot| (&lot.unit, lot.packed.is_some()))
@@ -261,10 +260,10 @@ impl Packer {
 }
 
 impl Pager {
-    /// Recompresses what was set aside. Called without the lock.
+    /// Recompresses what was set aside. Call it without the lock.
     pub(super) fn make_dense(&self, packer: &mut Packer) {
         loop {
-            // (Not in the condition of the loop: the lock would be held through its body.)
+            // Not in the loop's condition: the lock would be held throughout its body.
             let begun = self.begin_dense(&mut self.state.lock(), packer);
             if !begun {
                 return;
@@ -275,8 +274,8 @@ impl Pager {
         }
     }
 
-    /// Takes as many as there is room for of what was set aside, marks their parts and decompresses them; whether there are
-    /// any. (Several under one hold of the lock, as others want it too.)
+    /// Takes as many of the objects set aside as there is space for, marks their parts and decompresses them; returns whether
+    /// there are any. (Several under one hold of the lock, as others want it too.)
     pub(super) fn begin_dense(&self, s: &mut State, packer: &mut Packer) -> bool {
         let Some(mut swap) = s.swap.take() else { return false };
         packer.began = thread::now_ns();
@@ -302,7 +301,7 @@ impl Pager {
         any
     }
 
-    /// Stores what the units were compressed to, of those that are as they were.
+    /// Stores the results of those units that have not changed.
     pub(super) fn end_dense(&self, s: &mut State, packer: &mut Packer) {
         let Some(tools) = packer.tools.as_deref_mut() else { return };
         let Some(mut swap) = s.swap.take() else { return };
@@ -329,7 +328,7 @@ impl Pager {
             self.leave_warm(s, swap, unit.entry);
             return;
         };
-        // It was met for as much of it as was gained: pressure that wants more goes on.
+        // Only what was gained counts as met: pressure that wants more goes on.
         let left = s.header_of(Entry { vpn: unit.vpn, handle }).len;
         swap.shrinker.met(unit.pages() * (unit.bytes - left) / unit.bytes);
         let (pages, c) = (u64::from(unit.live.count_ones()), self.counters());
@@ -338,7 +337,7 @@ impl Pager {
         swap.shrinker.rotate(Entry { vpn: unit.vpn, handle });
     }
 
-    /// An object that is not to be had denser is the next to be met, and is then written as it is.
+    /// An object that cannot be made denser is the next to be met, and is then written as it is.
     fn leave_warm(&self, s: &mut State, swap: &mut Swap, entry: Entry) {
         object::set_flags(s.object(entry.handle), object::TRIED, 0);
         let pages = u64::from(s.live_of(entry.handle).count_ones());
@@ -346,7 +345,7 @@ impl Pager {
         swap.shrinker.put_back(entry);
     }
 
-    /// Stores the new object in place of the parts; None when there is no room for both, or the codec was wrong.
+    /// Stores the new object in place of the parts. None if there is no room for both, or the codec was wrong.
     fn put_dense(
         &self,
         s: &mut State,

@@ -1,7 +1,8 @@
-//! What goes into a write: the objects that the shrinker gives up, in the order in which it does.
+//! Fills a write with the objects that the shrinker gives up, in its order.
 //!
-//! Those that are still warm are set aside to be made dense first (`dense`), those too large for the disk to be cut; what only
-//! backs copies is dropped. Each that goes is in flight, and marked so, until its write has ended (`writeback`).
+//! Objects that are still warm are set aside to be made dense first (`dense`), and those too large for the disk to be cut.
+//! Objects that only back copies are dropped. Each object that goes is in flight, and marked so, until its write has ended
+//! (`writeback`).
 
 use super::dense::{MOST_ASIDE, is_warm};
 use super::turns::Task;
@@ -14,23 +15,23 @@ use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::{Entry, Verdict};
 use uzswap_mm::swapfile::{GRAIN, Run};
 
-/// Objects looked at under one hold of the lock.
+/// Objects met under one hold of the lock.
 const MOST_MET: usize = 2048;
 
-/// What filling a run came to.
+/// Outcome of filling a run.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Filled {
-    /// There is more to be met.
+    /// There is more to meet.
     pub(super) more: bool,
     /// Memory was freed already.
     pub(super) freed: bool,
-    /// Objects were met that are larger than all of the run.
+    /// Objects were met that are larger than the whole run.
     pub(super) too_large: bool,
 }
 
 impl Pager {
-    /// Fills a run with objects that are to go, until the task is done: about as many bytes are, or as many pages have been
-    /// met as it may for that, and what was due has been.
+    /// Fills a run with objects that are to go, until the task is done: about as many bytes are in it as are to be freed, or as
+    /// many pages were met for that as may be, and all that was due was met.
     pub(super) fn fill_run(
         &self,
         s: &mut State,
@@ -40,9 +41,9 @@ impl Pager {
         buffer: &mut [u8],
         task: Task,
     ) -> Filled {
-        // (What is set aside gets smaller by a quarter or more.)
+        // `hoped`: an object that is set aside gets smaller by a quarter or more.
         let (mut met, mut freed, mut hoped, mut turn, mut too_large) = (0, 0, 0, 0, false);
-        // (Dense takes longer than the disk does: not while somebody waits for room.)
+        // Making objects dense takes longer than the disk does: not while threads wait for room.
         let hurry = self.excess(s) > 0;
         let short = swap.is_short_without_the_dead(self);
         while met < MOST_MET && swap.to_cut.is_none() {
@@ -59,14 +60,14 @@ impl Pager {
             }
             let Some((out, copies)) = s.pages_of(entry) else { continue };
             let head = s.header_of(entry);
-            // (An older entry of what is on its way: that one comes back to the list if the object does. And after mremap of a
-            // part an object's pages are elsewhere: it stays.)
+            // A held object comes back to the list later; this is an older entry of it. And an object of which mremap moved a
+            // part has pages elsewhere: it stays.
             if head.flags & object::HELD != 0 || (out | copies) != s.live_of(entry.handle) {
                 continue;
             }
             let warm = !hurry && copies == 0 && is_warm(&head) && (short || swap.worth.is_dense());
             if !warm {
-                // (What is to be recompressed counts when that is done, by what it gave.)
+                // An object that is to be recompressed counts once that is done, by what it gained.
                 swap.shrinker.met(1 << head.order);
                 turn += usize::from(for_room) << head.order;
             }
@@ -87,7 +88,7 @@ impl Pager {
                 continue;
             }
             if out != 0 && run.filled() + (swap.front() + bytes).next_multiple_of(GRAIN) > run.bytes() {
-                // (In a small hole the next may fit.)
+                // In a small hole the next one may fit.
                 if run.filled() == 0 {
                     too_large = true;
                     swap.shrinker.rotate(entry);
@@ -104,13 +105,13 @@ impl Pager {
             board(s, swap, slot, run, buffer, entry, out);
         }
         self.took_turn(&task, turn);
-        // (Where all that was met had its second chance only, that was progress too.)
+        // Giving second chances to everything met was progress too.
         Filled { more: met == MOST_MET || turn > 0, freed: freed > 0, too_large }
     }
 }
 
 impl State {
-    /// Whether the policy lets an object be that was met; its reference is spent then.
+    /// Whether the policy spares an object that was met; its reference bit is spent then.
     fn has_second_chance(&mut self, swap: &mut Swap, entry: Entry, head: &Header) -> bool {
         let referenced = head.flags & object::REFERENCED != 0;
         let reused = self.pt.hints(entry.vpn) & HINT_REUSED != 0;
@@ -127,7 +128,7 @@ impl State {
     }
 }
 
-/// Puts an object, which fits, into the run of write `slot`: it is in flight from now on.
+/// Puts an object, which fits, into the run of write `slot`; from now on it is in flight.
 pub(super) fn board(
     s: &mut State,
     swap: &mut Swap,
@@ -153,8 +154,8 @@ pub(super) fn board(
     swap.flights[slot].push(Flight { entry, place, bytes: len - front, pages: out, whole: None });
 }
 
-/// Sets a block that was met, and is too large for the disk, aside to be cut, unless it has a second chance, or nothing of it is
-/// out: what its copies took is freed then.
+/// Sets aside a block that was met and is too large for the disk, to be cut, unless it has a second chance, or nothing of it is
+/// out. In the latter case frees what its copies took.
 fn set_to_cut(s: &mut State, swap: &mut Swap, entry: Entry) -> usize {
     let head = s.header_of(entry);
     if s.has_second_chance(swap, entry, &head) {
@@ -174,7 +175,7 @@ fn set_to_cut(s: &mut State, swap: &mut Swap, entry: Entry) -> usize {
     0
 }
 
-/// Pages that are resident give up their kept copy.
+/// Makes resident pages give up their kept copy.
 pub(super) fn drop_copies(s: &mut State, entry: Entry, copies: PageSet) {
     for i in copies.iter() {
         let at = entry.vpn + i as u64;

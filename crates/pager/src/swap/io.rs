@@ -1,7 +1,7 @@
-//! The swap file itself: what is known of it without the lock, transfers, preallocation, and what is said when the disk fails.
+//! The swap file itself: what is known of it without the lock, transfers, preallocation, and messages when the disk fails.
 //!
-//! Nothing here touches the tables or needs the lock. Each kind of trouble is told once for the group; the counters have
-//! all of it.
+//! Nothing here touches the tables or needs the lock. Each kind of trouble is reported once for the group; the counters have all
+//! of it.
 
 use crate::inject::{SLOW_NS, Site};
 use crate::pager::Pager;
@@ -15,45 +15,46 @@ use uzswap_sys::{blockio, thread};
 
 /// Bytes of the file preallocated at once.
 const EXTENT: u64 = 16 << 20;
-/// A transfer that takes longer than this is told (nanoseconds).
+/// A transfer that takes longer than this is reported (nanoseconds).
 const STALL_NS: u64 = 10_000_000_000;
-/// A write that takes longer than this is one of a slow disk (nanoseconds).
+/// A write that takes longer than this means a slow disk (nanoseconds).
 const LONG_NS: u64 = 250_000_000;
-/// For tests: what takes its place, and for how long a read stands still that is to (nanoseconds).
+/// For tests: replaces `STALL_NS`; and how long a read stands still that is made to (nanoseconds).
 const SOON_STALLED_NS: u64 = 700_000_000;
 pub(super) const STANDS_NS: u64 = 3 * SOON_STALLED_NS;
-/// Which of [`Tier::began`] a transfer is: there is one entry for all reads under way, and one for all writes.
+/// Index into [`Tier::began`]: one entry for all reads under way, and one for all writes.
 pub(crate) const READ: usize = 0;
 pub(super) const WRITE: usize = 1;
 
-/// A part of a transfer that is cut short on purpose: whole blocks, as direct I/O wants them.
+/// Length of a transfer that is cut short on purpose, in whole blocks, as direct I/O requires.
 pub(super) fn some_blocks(bits: u64, len: usize) -> usize {
     (bits >> 8) as usize % (len / BLOCK) * BLOCK
 }
 
-/// The swap file or server of a process, as far as it is asked about without the lock.
+/// The parts of a process's swap file or server that are used without the lock.
 pub struct Tier {
-    /// The file, in the helpers' own descriptor table, or the reading thread's connection to the command that speaks to a
-    /// server; -1 without one.
+    /// The file, in the helpers' own descriptor table, or the first reading thread's connection to the command, which speaks to
+    /// the server; -1 without either.
     pub file: AtomicI32,
     /// With a server: the writing thread's connection.
     pub link: AtomicI32,
-    /// Bumped when the writer has written, or failed to (a futex word).
+    /// Incremented when the writer has written, or failed to (a futex word).
     pub progress: AtomicU32,
-    /// Writes that succeeded.
+    /// Number of writes that succeeded.
     pub writes: AtomicU32,
-    /// Whether waiting for it has helped: false from a wait in vain, in which nothing was being written, to the next write that succeeds.
+    /// Whether waiting for the disk helps: false from a vain wait in which nothing was being written, until the next write that
+    /// succeeds.
     pub helps: AtomicBool,
     /// The threads that read where io_uring cannot be used.
     pub readers: Readers,
-    /// The second thread that writes.
+    /// The second writing thread.
     pub second: Worker,
-    /// What is readable when a read has ended (the handler polls it); -1 where none can be under way.
+    /// A descriptor that is readable when a read has ended (the handler polls it); -1 where no read can be under way.
     pub reads_fd: AtomicI32,
-    /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none. A write is
-    /// under way until the books say what became of it, and so is making room on disk.
+    /// When the reads and the writes under way began or last progressed (monotonic nanoseconds), 0 if there are none. A write is
+    /// under way until the books know its outcome; making room on disk counts as one.
     pub began: [AtomicU64; 2],
-    /// What `began` was when it was last counted as a stall.
+    /// The value of `began` that was last counted as a stall.
     pub stalled: [AtomicU64; 2],
 }
 
@@ -75,7 +76,7 @@ impl Default for Tier {
 }
 
 impl Tier {
-    /// In a forked child: no transfer is under way, and nobody makes any.
+    /// In a forked child: no transfer is under way, and no thread makes any.
     pub(crate) fn forget_transfers(&self) {
         self.readers.forget();
         self.second.forget();
@@ -84,31 +85,31 @@ impl Tier {
     }
 }
 
-/// What can be told about the swap file, once each.
+/// Troubles with the swap file, each reported once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
     /// The file system has no room.
     NoSpace,
     /// A write failed.
     Write,
-    /// A read failed, or gave something else than was written.
+    /// A read failed, or returned something else than was written.
     Read,
     /// A transfer takes very long.
     Stall,
     /// All of `--swap` is used.
     Full,
-    /// As many processes as can have something in the file.
+    /// As many processes as possible have something in the file.
     Rows,
     /// A process cannot open the file.
     Open,
     /// A page could not be read back.
     Lost,
-    /// A process may not have files so large (`ulimit -f`).
+    /// A process may not have files that large (`ulimit -f`).
     Limit,
 }
 
 impl Trouble {
-    /// What it is that a write, or room on disk, was refused with this error.
+    /// The trouble behind this error of a write, or of making room on disk.
     fn of_write(e: Errno) -> Self {
         match e {
             libc::ENOSPC | libc::EDQUOT => Self::NoSpace,
@@ -117,7 +118,7 @@ impl Trouble {
         }
     }
 
-    /// What the user reads, of a file or of a server.
+    /// The message for the user, for a file or for a server.
     pub(super) fn sentence(self, remote: bool) -> &'static [u8] {
         if remote { self.of_a_server() } else { self.of_a_file() }
     }
@@ -151,8 +152,9 @@ impl Trouble {
 }
 
 impl Pager {
-    /// Opens the group's swap file, if there is one, in the caller's descriptor table, which is the helpers' own. Without
-    /// it the process runs as if there were no swap; one that has pages there already cannot go on (`rearm` sees to that).
+    /// Opens the group's swap file, if there is one, in the caller's descriptor table, which is the helpers' own. Without the
+    /// file the process runs as if there were no swap. A process that has pages there already cannot go on (`rearm` handles
+    /// that).
     pub(crate) fn open_swap_file(&self) {
         let Some(map) = self.clusters else { return };
         if self.open_backend(map).is_err() {
@@ -160,7 +162,7 @@ impl Pager {
         }
     }
 
-    /// Tells of trouble, once for the group.
+    /// Reports trouble, once for the group.
     pub(crate) fn tell(&self, trouble: Trouble) {
         let bit = 1 << trouble as u32;
         if let Some(map) = self.clusters
@@ -170,7 +172,7 @@ impl Pager {
         }
     }
 
-    /// Counts, and tells, when a transfer has taken very long: called by the ticker.
+    /// Called by the ticker: counts and reports a transfer that has taken very long.
     pub(crate) fn look_for_stalls(&self) {
         for (began, stalled) in self.tier.began.iter().zip(&self.tier.stalled) {
             let began = began.load(Relaxed);
@@ -182,7 +184,7 @@ impl Pager {
         }
     }
 
-    /// In how many nanoseconds a transfer that is under way will have taken very long; None when there is none, or it was told.
+    /// Nanoseconds until a transfer under way will have taken very long; None if there is none, or it was reported.
     pub(crate) fn until_stall_ns(&self) -> Option<u64> {
         let began = self.tier.began.iter().zip(&self.tier.stalled).filter_map(|(began, stalled)| {
             let began = began.load(Relaxed);
@@ -191,28 +193,28 @@ impl Pager {
         began.min().map(|began| (began + self.stall_ns()).saturating_sub(thread::now_ns()))
     }
 
-    /// For how long what is being written has been (nanoseconds); None where nothing is.
+    /// How long the current write has taken (nanoseconds); None if there is none.
     fn writing_ns(&self) -> Option<u64> {
         let began = self.tier.began[WRITE].load(Relaxed);
         (began != 0).then(|| thread::now_ns().saturating_sub(began))
     }
 
-    /// Whether something is being written, by a disk that does not stand still: what it takes will make room.
+    /// Whether a write is under way on a disk that does not stand still: it will make room.
     pub(crate) fn disk_is_writing(&self) -> bool {
         self.writing_ns().is_some_and(|ns| ns < self.stall_ns())
     }
 
-    /// The same, by one that takes long.
+    /// The same, on a slow disk.
     pub(crate) fn writes_slowly(&self) -> bool {
         self.writing_ns().is_some_and(|ns| (LONG_NS..self.stall_ns()).contains(&ns))
     }
 
-    /// Whether what is being written has taken very long: nobody waits for that.
+    /// Whether the current write has taken very long: nobody waits for it.
     pub(super) fn writes_stand_still(&self) -> bool {
         self.writing_ns().is_some_and(|ns| ns >= self.stall_ns())
     }
 
-    /// Does what the writing thread waits for the disk to do, beside the writes under way perhaps.
+    /// Runs something for which the writing thread waits on the disk, possibly beside writes under way.
     fn beside_writes<T>(&self, act: impl FnOnce() -> T) -> T {
         let began = &self.tier.began[WRITE];
         let alone = began.load(Relaxed) == 0;
@@ -228,7 +230,7 @@ impl Pager {
         if self.is_injected(Site::SwapStall) { SOON_STALLED_NS } else { STALL_NS }
     }
 
-    /// Writes to the file, and says what became of it.
+    /// Writes to the file, and counts and reports the outcome.
     ///
     /// # Errors
     /// The kernel's.
@@ -240,7 +242,7 @@ impl Pager {
         let result = match self.inject(Site::SwapWrite) {
             None => to.write_all(bytes, at),
             Some(bits) => {
-                // All, or only the beginning of it, does not reach the disk; or all does, but in two transfers.
+                // Nothing, or only the beginning, reaches the disk; or everything does, in two transfers.
                 let part = some_blocks(bits, bytes.len());
                 let begun = to.write_all(&bytes[..if bits & 2 == 0 { 0 } else { part }], at);
                 match bits % 4 {
@@ -254,7 +256,7 @@ impl Pager {
         result
     }
 
-    /// Counts a write of `len` bytes, and tells of one that failed.
+    /// Counts a write of `len` bytes, and reports one that failed.
     pub(super) fn wrote(&self, len: usize, result: Result<(), Errno>) {
         match result {
             Ok(()) => self.counters().swap_write_bytes.fetch_add(len as u64, Relaxed),
@@ -274,7 +276,7 @@ impl Pager {
         let result = match self.inject_read(last) {
             None => from.read_full(bytes, at),
             Some(bits) => {
-                // Nothing comes, or only the beginning; or all, with one bit changed, or in two transfers.
+                // Nothing comes, or only the beginning; or everything, with one bit changed or in two transfers.
                 let (part, bit) = (some_blocks(bits, bytes.len()), 1 << ((bits >> 2) % 8));
                 match bits % 4 {
                     0 => Err(libc::EIO),
@@ -298,14 +300,14 @@ impl Pager {
         };
     }
 
-    /// Waits until nobody is writing to a late cluster any more, to which this process alone refers: by punching a hole, for which
-    /// a file system waits for all direct writes, as what they go to is free then.
+    /// Waits until no write to a late cluster is under way any more; only this process refers to the cluster. It punches a hole,
+    /// for which a file system waits for all direct writes, as it then frees what they write to.
     ///
-    /// The story: a member was killed with a write under way, which was left to the kernel, and the disk was slow. Another wrote
-    /// to the cluster, and then the dead one's write came: pages of a process that had nothing to do with it were lost.
+    /// The story: a member was killed with a write under way, which was left to the kernel, and the disk was slow. Another member
+    /// wrote to the cluster, and then the dead one's write arrived: pages of an uninvolved process were lost.
     ///
     /// # Errors
-    /// The kernel's; of room on disk after it has waited.
+    /// The kernel's; also for want of room on disk, after it has waited.
     pub(super) fn await_late(&self, cluster: u32, cluster_bytes: u64) -> Result<(), Errno> {
         let Some(map) = self.clusters else { return Err(libc::EBADF) };
         let (fd, from) = (self.tier.file.load(Acquire), u64::from(cluster) * cluster_bytes);
@@ -320,10 +322,10 @@ impl Pager {
         result
     }
 
-    /// Sees to it that a cluster has room on disk.
+    /// Makes sure that a cluster has room on disk.
     ///
     /// # Errors
-    /// `ENOSPC` and the like: it has not.
+    /// `ENOSPC` and the like: it has none.
     pub(crate) fn preallocate(&self, cluster: u32, cluster_bytes: u64) -> Result<(), Errno> {
         let Some(map) = self.clusters else { return Err(libc::EBADF) };
         let (from, to) = (u64::from(cluster) * cluster_bytes, (u64::from(cluster) + 1) * cluster_bytes);
@@ -332,7 +334,7 @@ impl Pager {
             return Ok(());
         }
         if map.is_remote() {
-            // (A server that has no room says so when it is written to.)
+            // A server without room says so when it is written to.
             map.allocated.fetch_max(to, Relaxed);
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Places on disk that are kept: what was read back and not changed leaves again without being written.
+//! Kept places on disk: an object that was read back and has not changed leaves again without a write.
 //!
 //! ```text
 //!              read back                       taken by the program, unchanged            leaves, hash unchanged
@@ -10,20 +10,21 @@
 //!   │         compresses: stored anew, object + place ◀──────────────────────────────────────────────────────┘     │
 //!   └──────────────────────────── the shrinker meets it ◀──────────────────────────────────────────────────────────┘
 //! ```
-//! As in the kernel's swap cache. Behind the bytes of an object that was read from disk stand its *place* and the index there
-//! of its first page ([`object::ON_DISK`]); the books (`mm::swapfile`) say of each page of a place whether it is *kept*: in
-//! memory too. When the shrinker meets such an object its pages become *Disk* again and nothing is written. What did not
-//! compress is not kept in the pool next to the program's page, as that would be memory twice; a *stub* is, an object
-//! without bytes: when the page leaves and its hash is that of the stub, it is on disk. What compresses, and whose copy the pool
-//! does not keep (its block is written to, or memory is short), has a stub too, but is compressed again when it
-//! leaves, as it may be wanted soon: the object then takes the place over, if the page is what it was, and units are cut as
-//! they are on disk ([`State::kept_place`]).
+//! This works as in the kernel's swap cache. Behind the bytes of an object that was read from disk stand its *place* and the
+//! index there of its first page ([`object::ON_DISK`]). The books (`mm::swapfile`) say for each page of a place whether it is
+//! *kept*, that is, in memory too. When the shrinker meets such an object its pages become *Disk* again, and nothing is written.
 //!
-//! A kept place is given up page by page, with the page's reference to the object ([`State::release`]): when the page is
-//! found changed, freed, moved (a copy) or stored anew. And it is not kept where room on disk is short: not from the moment
-//! on when half of the file is in use, or of what the group may have there (the kernel's `vm_swap_full`), and when there is
-//! no room left at all those that are kept are given up ([`State::give_up_kept`]). A forked child has its parent's kept
-//! places as it has its places: both refer to the clusters, and nobody writes into what another refers to.
+//! The pool keeps no copy of an incompressible page that the program has, as that would be memory twice. It keeps a *stub*, an
+//! object without bytes: if the page leaves and its hash is the stub's, it is on disk. A page that compresses and whose copy the
+//! pool does not keep (its block is written to, or memory is short) has a stub too. When it leaves it is compressed again, as it
+//! may be wanted soon; the object then takes the place over, if the page is unchanged, and units are cut as they are on disk
+//! ([`State::kept_place`]).
+//!
+//! A kept place is given up page by page, with the page's reference to the object ([`State::release`]): when the page is found
+//! changed, freed, moved (a copy) or stored anew. Places are not kept while room on disk is short. From the moment at which half
+//! of the file, or of what the group may have there, is in use, no new ones are kept (the kernel's `vm_swap_full`); when there is
+//! no room left, all kept ones are given up ([`State::give_up_kept`]). A forked child has its parent's kept places as it has its
+//! places: both processes refer to the clusters, and nobody writes into what another refers to.
 
 use super::{MOST_PAGES, Swap};
 use crate::pager::Pager;
@@ -38,9 +39,10 @@ use uzswap_mm::swapfile::Place;
 use uzswap_sys::process::Identity;
 use uzswap_sys::thread;
 
-/// Reads after which it is looked again whether room on disk is short.
+/// Reads after which it is checked again whether room on disk is short.
 const LOOK_EVERY: u32 = 64;
-/// How often at most what the dead have there is looked for (nanoseconds); and of the time that has one part in so many.
+/// Least time between searches for what dead processes have on disk (nanoseconds); a search takes at most one part in so many of
+/// the time.
 const BURY_NS: u64 = 1_000_000_000;
 const BURY_PART: u64 = 100;
 
@@ -49,33 +51,33 @@ const BURY_PART: u64 = 100;
 pub struct OnDisk {
     /// The place.
     pub place: Place,
-    /// The index there of the object's first page.
+    /// Index there of the object's first page.
     pub first: u8,
 }
 
 impl OnDisk {
-    /// Bytes behind those of an object.
+    /// Bytes that this takes behind an object.
     pub const BYTES: usize = 5;
 
-    /// As it stands there.
+    /// As stored behind an object.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let [a, b, c, d] = self.place.to_le_bytes();
         [a, b, c, d, self.first]
     }
 
-    /// What stands there.
+    /// Reads what is stored there.
     pub fn from_bytes([a, b, c, d, first]: [u8; Self::BYTES]) -> Self {
         Self { place: Place::from_le_bytes([a, b, c, d]), first }
     }
 
-    /// A page of the object as a bit of the place.
+    /// The bit in the place for page `index` of the object.
     pub fn bit(self, index: usize) -> u16 {
         1 << (self.first as usize + index)
     }
 }
 
 impl Swap {
-    /// Whether what is read back now keeps its place; asked once for each read.
+    /// Decides whether objects read back now keep their places; called once for each read.
     pub(super) fn look_for_room(&mut self, pager: &Pager) {
         if self.until_look > 0 {
             self.until_look -= 1;
@@ -85,16 +87,16 @@ impl Swap {
         self.keeps = !self.is_short_of_room(pager);
     }
 
-    /// Whether half of the file is in use, or of what the group may have there.
+    /// Whether half of the file is in use, or half of what the group may have there.
     pub(super) fn is_short_of_room(&self, pager: &Pager) -> bool {
         let used = self.books.used_bytes();
         self.map.is_half_full() || !pager.has_swap_room(used, used)
     }
 
-    /// The same, after what is there of processes that have ended was freed, now and then; for the thread that writes.
+    /// For the writing thread: the same, after freeing now and then what ended processes have there.
     ///
-    /// The story: that was done only where no room was found. A child that had ended left the file half full, so its parent kept no place
-    /// any more, and wrote to disk again what it had only read: 363 MiB in all, for 130.
+    /// The story: that was freed only when no room was found. A child that had ended left the file half full. So its parent kept
+    /// no places any more, and wrote to disk again what it had only read: 363 MiB in all, for 130.
     pub(super) fn is_short_without_the_dead(&mut self, pager: &Pager) -> bool {
         let (short, now) = (self.is_short_of_room(pager), thread::now_ns());
         if !short || now < self.bury_at {
@@ -106,13 +108,13 @@ impl Swap {
         self.is_short_of_room(pager)
     }
 
-    /// The places of pages are kept: they are in memory too.
+    /// Marks the places of pages as kept: the pages are in memory too.
     pub(super) fn keep(&mut self, place: Place, pages: u16) {
         self.books.keep(place, pages);
         self.on_disk -= pages.count_ones() as usize;
     }
 
-    /// Pages whose places were kept are on disk only.
+    /// Marks pages whose places were kept as on disk only.
     fn put_out(&mut self, place: Place, pages: u16) {
         self.books.put_out(place, pages);
         self.on_disk += pages.count_ones() as usize;
@@ -120,25 +122,25 @@ impl Swap {
 }
 
 impl State {
-    /// Where on disk an object is too.
+    /// Where on disk an object is too, if it is.
     pub fn on_disk(&self, handle: u32) -> Option<OnDisk> {
         (self.object(handle)[11] & object::ON_DISK != 0).then(|| OnDisk::from_bytes(self.behind_object(handle)))
     }
 
-    /// Whether it is the stub of a page that compresses.
+    /// Whether the object is the stub of a page that compresses.
     pub fn is_packed_stub(&self, handle: u32) -> bool {
         self.is_stub(handle) && !matches!(Header::read(self.object(handle)).encoding, Encoding::Raw)
     }
 
-    /// Where on disk a unit is of which this page, which has a stub, would be page `index`.
+    /// Where on disk the unit begins in which this page, which has a stub, would be page `index`.
     pub(crate) fn stub_place(&self, vpn: u64, index: usize) -> Option<OnDisk> {
         let stub = self.pt.get(vpn).copy().filter(|handle| self.is_packed_stub(*handle))?;
         let at = self.on_disk(stub)?;
         Some(OnDisk { place: at.place, first: at.first.checked_sub(index as u8)? })
     }
 
-    /// Of pages that were compressed, each with its index in the unit, and with hashes by that: where on disk they are, if
-    /// none has changed and all lie side by side in one place. Their stubs say so.
+    /// For pages that were compressed, each with its index in the unit and its hash at that index in `hashes`: where they are on
+    /// disk, if none has changed and they all lie side by side in one place. Their stubs tell.
     pub(crate) fn kept_place(&self, pages: impl Iterator<Item = (usize, u64)>, hashes: &[u128]) -> Option<OnDisk> {
         let mut found = None;
         for (i, vpn) in pages {
@@ -152,7 +154,7 @@ impl State {
         found
     }
 
-    /// An object that was stored has the place of a page's stub, which goes.
+    /// A stored object takes the place of a page's stub over; the stub goes.
     pub(crate) fn hand_over_place(&mut self, vpn: u64) {
         let pte = self.pt.get(vpn);
         if let Some(stub) = pte.copy() {
@@ -173,12 +175,12 @@ impl State {
         }
     }
 
-    /// A page that the program has taken, and that keeps no copy: if its object is on disk too and the page was not written
-    /// to, a stub, which takes over its place there. The page's reference to the object is ended in any case.
+    /// Ends the reference to its object of a page that the program has taken and that keeps no copy. If the object is on disk too
+    /// and the page was not written to, leaves a stub that takes over its place there.
     pub(crate) fn release_or_stub(&mut self, vpn: u64, pte: Pte, may: bool) -> Option<u32> {
         let (handle, index) = (pte.handle(), pte.index());
         let head = Header::read(self.object(handle));
-        // (What compresses and is read at random is to be stored anew page by page, on disk too.)
+        // A page that compresses and is read at random is to be stored anew by itself, on disk too.
         let anew = head.order > 0 && !matches!(head.encoding, Encoding::Raw) && self.pt.hints(vpn) & HINT_RANDOM != 0;
         let worth = may && !anew;
         let stub = self.on_disk(handle).filter(|_| worth).and_then(|at| self.put_stub(vpn, &head, at, handle, index));
@@ -198,7 +200,7 @@ impl State {
         self.put_object_on_disk(head, PageSet::first(1), set, &[], Some(at)).map(|handle| handle.raw())
     }
 
-    /// A staged page is what its stub says it was: its entry is that of a page on disk. Its frame is the caller's to free.
+    /// A staged page turns out to be what its stub says: makes its entry that of a page on disk. The caller frees its frame.
     pub(crate) fn stub_to_disk(&mut self, vpn: u64, stub: u32) {
         let head = Header::read(self.object(stub));
         let Some(at) = self.on_disk(stub) else { return };
@@ -210,9 +212,10 @@ impl State {
         }
     }
 
-    /// In a process that cannot open the file: false when it has pages that are only there. Places that are only kept it gives up.
+    /// In a process that cannot open the file: returns false if it has pages that are only there. Gives up places that are only
+    /// kept.
     ///
-    /// The story: a page that left as its stub said was on disk again, where nobody could read it.
+    /// The story: a page that left with its stub's contents was on disk again, where nobody could read it.
     pub(crate) fn does_without_disk(&mut self) -> bool {
         let Some(mut swap) = self.swap.take() else { return true };
         let none = swap.on_disk == 0;
@@ -223,7 +226,8 @@ impl State {
         none
     }
 
-    /// Gives up the places of all that is in memory too; whether there were any. For when the file has no room left.
+    /// Gives up the places of everything that is in memory too, because the file has no room left; returns whether there were
+    /// any.
     pub(super) fn give_up_kept(&mut self, swap: &mut Swap) -> bool {
         let mut found = Vec::new();
         self.pt.for_each(|vpn, pte| {
@@ -233,7 +237,7 @@ impl State {
             }
         });
         for (vpn, handle) in &found {
-            // (Several pages may name one object, of which the first to be met ends the place.)
+            // Several pages may name one object; the first one met ends the place.
             let Some(at) = self.on_disk(*handle) else { continue };
             let object = self.object(*handle);
             let head = Header::read(object);
@@ -250,8 +254,8 @@ impl State {
 }
 
 impl Pager {
-    /// The shrinker gives up an object that is on disk too, of which the pages `out` are out and `copies` have a copy: it
-    /// leaves the pool, and nothing is written. The bytes that it freed.
+    /// The shrinker gives up an object that is on disk too. Its pages `out` are out, and `copies` have a copy. It leaves the pool
+    /// without a write; returns the bytes that it freed.
     pub(super) fn put_out_kept(&self, s: &mut State, swap: &mut Swap, entry: Entry, out: u16, copies: u16) -> usize {
         let Some(at) = s.on_disk(entry.handle) else { return 0 };
         let (head, bytes) = (s.header_of(entry), s.object(entry.handle).len());
@@ -270,7 +274,7 @@ impl Pager {
                 swap.put_out(at.place, at.bit(i));
                 continue;
             }
-            // The program has the page: what is kept of the copy is that it is on disk.
+            // The program has the page: of the copy only its place on disk is kept.
             let stub = s.put_stub(vpn, &head, at, entry.handle, i);
             s.release_object(entry.handle, i);
             let bare = Pte::new(pte.tag(), pte.aux());
