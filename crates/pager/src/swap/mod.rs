@@ -5,24 +5,24 @@
 //!   ▲                                                                        │
 //!   └──── checked, and stored as it was ◀── one read, without the lock ──────┘       `swapin`, before a fault is served
 //! ```
-//! Objects are written as they are stored: nothing is decompressed to be written back, and a page that is wanted comes
-//! back through the pool. On disk an object has its first page in front, so that what is read along with another can be
-//! told whose it is. The books (`mm::swapfile`) know the place, the length and a checksum of each object; the pages have
-//! their hashes as in the pool. So a page comes back bit for bit, or the process is told (SIGBUS), and is never zeros.
+//! Objects are written as they are stored: nothing is decompressed to be written back, and a page that is wanted comes back
+//! through the pool. On disk each object is preceded by its first page's number, so that the owner of what is read along with
+//! another object is known. The books (`mm::swapfile`) have the place, the length and a checksum of each object; the pages have
+//! their hashes as in the pool. So a page comes back bit for bit, or the process is told (SIGBUS); it never becomes zeros.
 //!
 //! Rules:
-//! - The file belongs to the group; who may write where is settled in `clusters`. A forked child inherits its parent's
-//!   places. It never reads what has been overwritten, since nobody writes into a cluster others refer to.
-//! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has
-//!   left the pool meanwhile, or was moved by mremap, only gives its place up. [`object::WRITING_BY`] tells the object that was written from
-//!   another that came to lie at the same place of the pool, also if that one is being written meanwhile.
-//! - An object is in one place: on the shrinker's list, aboard a write, or being recompressed. What a write or a
-//!   recompression leaves in the pool goes back to the tail of the list under the hold of the lock that ends it, so one
-//!   whose write failed is simply met again.
+//! - The file belongs to the group; `clusters` decides who may write where. A forked child inherits its parent's places. It never
+//!   reads anything overwritten, since nobody writes into a cluster that others refer to.
+//! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has left the
+//!   pool meanwhile, or was moved by mremap, only gives its place up. [`object::WRITING_BY`] distinguishes the object that was
+//!   written from another that came to lie at the same place of the pool, even if that one is being written meanwhile.
+//! - An object is in one place: on the shrinker's list, aboard a write, or being recompressed. What a write or a recompression
+//!   leaves in the pool goes back to the tail of the list under the hold of the lock that ends it; so an object whose write
+//!   failed is simply met again.
 //! - A page on disk is read only while its entry says so, and installed only if it still does.
 //!
-//! Lock order: the pager's lock; the group's books are atomics. I/O is done without it, from the helpers' own
-//! descriptor table.
+//! Lock order: the pager's lock; the group's books are atomics. I/O is done without the lock, from the helpers' own descriptor
+//! table.
 
 pub mod backend;
 #[cfg(test)]
@@ -77,13 +77,13 @@ use uzswap_sys::thread;
 use worth::Worth;
 use writeback::RUN_BYTES;
 
-/// Bytes in front of an object on disk: the number of its first page. (Encrypted, it has [`SEAL`] more in front.)
+/// Bytes in front of an object on disk: the number of its first page. (An encrypted object has [`SEAL`] more in front.)
 const FRONT: usize = 8;
-/// Pages due to be met from which on a round of the writing thread is worth while; in a small pool it is an eighth of it.
+/// With this many pages due to be met, a round of the writing thread is worthwhile; for a small pool it is an eighth of the pool.
 const MOST_DUE: usize = 512;
-/// Pages of the largest object on disk: larger ones are cut before they go there ([`crate::pool::cut`]).
+/// Pages of the largest object on disk; larger ones are first cut ([`crate::pool::cut`]).
 const MOST_PAGES: usize = 1 << object::SMALL;
-/// Bytes of the largest object on disk: one stored raw.
+/// Bytes of the largest object on disk: a raw one.
 const MOST_OBJECT: usize = SEAL + FRONT + object::head_bytes(object::SMALL) + PAGE * MOST_PAGES;
 
 /// An object that is being written.
@@ -91,66 +91,66 @@ const MOST_OBJECT: usize = SEAL + FRONT + object::head_bytes(object::SMALL) + PA
 struct Flight {
     entry: Entry,
     place: Place,
-    /// Bytes of it in the pool.
+    /// Its bytes in the pool.
     bytes: usize,
-    /// Its pages that were in the pool when the write was planned (a bit for each).
+    /// Those of its pages that were in the pool when the write was planned (a bit for each).
     pages: u16,
-    /// The folio it is a part of that goes to disk whole ([`whole`]).
+    /// The folio that it is part of, if that goes to disk whole ([`whole`]).
     whole: Option<u32>,
 }
 
-/// What this process has in the swap file, and what the shrinker knows. Protected by the pager's lock.
+/// What this process has in the swap file, and what its shrinker knows. Protected by the pager's lock.
 pub struct Swap {
     map: &'static ClusterMap,
-    /// What the members of this process's group have read back.
+    /// Counts what the members of this process's group have read back.
     disk_reads: &'static DiskReads,
-    /// This process's row there, once it has one.
+    /// This process's row in the books, once it has one.
     row: usize,
     books: SwapFile,
-    /// Where what goes to disk is encrypted.
+    /// Present if data on disk is encrypted.
     seal: Option<Seal>,
     /// The pool's list.
     shrinker: Shrinker,
-    /// What each write under way has aboard.
+    /// The objects aboard each write under way.
     flights: [Vec<Flight>; pipeline::DEPTH],
-    /// Where in the file each write under way begins and ends: what is there is not to be read.
+    /// Start and end in the file of each write under way; that range must not be read.
     writing: [(u64, u64); pipeline::DEPTH],
-    /// Objects to be recompressed rather than written, taken off the list.
+    /// Objects to be recompressed instead of written; they are off the list.
     aside: Vec<Entry>,
-    /// A block too large for the disk, met by the round that is being planned and to be cut when that ends.
+    /// A block too large for the disk, met by the round being planned, and cut when that ends.
     to_cut: Option<Entry>,
     /// Folios that go to disk whole.
     whole: whole::Queue,
-    /// Objects of such folios that are to enter the pool after all, on no list yet.
+    /// Objects of such folios that are to enter the pool after all, and are on no list yet.
     to_pool: Vec<Entry>,
-    /// What is being recompressed.
+    /// Units being recompressed.
     packing: Vec<dense::Unit>,
-    /// Whether that is worth while.
+    /// Whether recompression is worthwhile.
     worth: Worth,
-    /// How far the member was whom it last waited for, and since when (monotonic nanoseconds): see [`turns`].
+    /// How far the member last waited for had come, and since when (monotonic nanoseconds): see [`turns`].
     waits_for: (u64, u64),
-    /// Clusters that a write failed in: nothing more is written there.
+    /// Clusters in which a write failed: nothing more is written there.
     bad: Vec<u32>,
-    /// Writes that failed since one succeeded.
+    /// Writes that failed since the last success.
     failures: u32,
     /// When the next write may be tried (monotonic nanoseconds).
     rest_until: u64,
-    /// Until when the disk is taken to have no room for a larger file (monotonic nanoseconds).
+    /// Until when the disk counts as having no room for a larger file (monotonic nanoseconds).
     full_until: u64,
     /// Pages on disk.
     on_disk: usize,
-    /// How much is read around what is wanted.
+    /// How much to read around a wanted object.
     readahead: Readahead,
-    /// Whether what is read back keeps its place: there is room on disk.
+    /// Whether objects that are read back keep their places, as there is room on disk.
     keeps: bool,
-    /// Reads until that is looked at again.
+    /// Reads until that is checked again.
     until_look: u32,
-    /// When it is looked again what is there of processes that have ended (monotonic nanoseconds).
+    /// When to search again for what ended processes have on disk (monotonic nanoseconds).
     bury_at: u64,
 }
 
 impl Swap {
-    /// Nothing on disk yet. None, and no swap, when the books are wrong or no key can be had.
+    /// With nothing on disk yet. None, and so no swap, if the books are wrong or no key can be had.
     pub fn of(map: &'static ClusterMap, disk_reads: &'static DiskReads) -> Option<Box<Self>> {
         let books = SwapFile::new(map.geometry()?);
         let seal = if map.encrypt.load(Relaxed) != 0 { Some(Seal::new()?) } else { None };
@@ -187,17 +187,17 @@ impl Swap {
         FRONT + if self.seal.is_some() { SEAL } else { 0 }
     }
 
-    /// Clusters this process refers to.
+    /// Number of clusters this process refers to.
     pub fn clusters(&self) -> usize {
         self.books.clusters().count()
     }
 
-    /// Pages of this process on disk.
+    /// Number of this process's pages on disk.
     pub fn on_disk(&self) -> usize {
         self.on_disk
     }
 
-    /// Bytes of its tables.
+    /// Bytes of the tables.
     pub fn metadata_bytes(&self) -> usize {
         self.books.metadata_bytes()
             + self.shrinker.metadata_bytes()
@@ -205,17 +205,17 @@ impl Swap {
             + self.flights.iter().map(Vec::capacity).sum::<usize>() * size_of::<Flight>()
     }
 
-    /// Whether something waits to be written, or is being written.
+    /// Whether something waits to be written or is being written.
     fn has_something_to_write(&self) -> bool {
         !(self.shrinker.is_empty() && self.whole.is_empty() && self.flights.iter().all(Vec::is_empty))
     }
 
-    /// Bytes of the pool that writes under way will free.
+    /// Bytes of the pool that the writes under way will free.
     fn in_flight(&self) -> usize {
         self.flights.iter().flatten().map(|flight| flight.bytes).sum()
     }
 
-    /// Whether so many objects are due to be met that a round is worth while.
+    /// Whether enough objects are due to be met for a round to be worthwhile.
     fn is_pressed(&self, s: &State) -> bool {
         self.shrinker.due() >= worth_a_round(s)
     }
@@ -229,7 +229,7 @@ impl Swap {
 }
 
 impl State {
-    /// An object was stored whose range begins at page `vpn`: it enters the shrinker's list. Without swap nobody asks.
+    /// An object was stored whose range begins at page `vpn`: puts it on the shrinker's list. Does nothing without swap.
     pub fn entered_pool(&mut self, vpn: u64, handle: u32) {
         let Some(mut swap) = self.swap.take() else { return };
         swap.shrinker.stored(Entry { vpn, handle });
@@ -239,8 +239,8 @@ impl State {
         self.swap = Some(swap);
     }
 
-    /// Drops the entries that name no object, and all but the newest of those that name the same: a page that is stored
-    /// again where it was before makes its old entries look as good as the new one.
+    /// Drops entries that name no object, and all but the newest of those that name the same one: a page stored again in its old
+    /// place makes its old entries look as good as the new one.
     fn prune(&self, shrinker: &mut Shrinker) {
         let flags = |e: Entry, set, clear| object::set_flags(self.object(e.handle), set, clear);
         shrinker.prune(|e| {
@@ -261,7 +261,7 @@ impl State {
         }
     }
 
-    /// An object that came from disk along with another is wanted now.
+    /// An object that came from disk along with another one is wanted now.
     pub fn wanted_ahead(&mut self, handle: u32) {
         object::set_flags(self.object(handle), 0, object::AHEAD);
         let at = self.on_disk(handle).map(|at| offset(at.place));
@@ -278,18 +278,18 @@ impl State {
         }
     }
 
-    /// Pages on disk that are given up.
+    /// Gives up pages on disk.
     ///
     /// # Panics
-    /// There is no swap.
+    /// If there is no swap.
     pub fn leave_disk(&mut self, place: Place, pages: u16) {
         let swap = self.swap.as_mut().expect("only with swap a page is on disk");
         swap.on_disk -= pages.count_ones() as usize;
         swap.release(place, pages);
     }
 
-    /// The pages of an entry's object, which is no [large one](State::is_large), that are out, and those whose kept copy it is (a bit for each); None when no page
-    /// at its place refers to it, so that the entry is stale.
+    /// The pages of an entry's object, not a [large one](State::is_large): those that are out, and those whose kept copy it is (a
+    /// bit for each). None if no page at its place refers to it, so that the entry is stale.
     pub(crate) fn pages_of(&self, e: Entry) -> Option<(u16, u16)> {
         let (mut out, mut copies) = (0u16, 0u16);
         for i in 0..MOST_PAGES {
@@ -313,8 +313,8 @@ impl State {
         Header::read(self.object(e.handle))
     }
 
-    /// Ends what was being written, as if it had failed: in a forked child, which does not do the writing, with the
-    /// lock held. Clusters that hold nothing for the child go.
+    /// In a forked child, with the lock held: ends the writes that were under way as if they had failed, as the child does not
+    /// make them. Gives up clusters that hold nothing for the child.
     pub(crate) fn end_flights(&mut self) {
         let Some(mut swap) = self.swap.take() else { return };
         for (slot, flights) in core::mem::take(&mut swap.flights).into_iter().enumerate() {
@@ -336,8 +336,8 @@ impl State {
         self.swap = Some(swap);
     }
 
-    /// Takes the mark of the write `slot` off an object; its pages that are still out in it (a bit for each), none if
-    /// the object has gone.
+    /// Takes the mark of write `slot` off an object. Returns those of its pages that are still out in it (a bit for each); none
+    /// if the object has gone.
     fn landed(&mut self, slot: usize, flight: Flight) -> u16 {
         let Some((out, _)) = self.pages_of(flight.entry) else { return 0 };
         if self.header_of(flight.entry).flags & object::WRITING_BY[slot] == 0 {
@@ -349,7 +349,7 @@ impl State {
 }
 
 impl Pager {
-    /// In a forked child, with the lock held: false when it cannot have its parent's pages on disk.
+    /// In a forked child, with the lock held; false if it cannot have its parent's pages on disk.
     pub(crate) fn inherit_swap(&self, s: &mut State) -> bool {
         let Some(swap) = s.swap.as_mut() else { return true };
         let ok = self.take_inherited_row(swap.clusters()) && swap.seal.as_mut().is_none_or(Seal::renew);
@@ -357,7 +357,7 @@ impl Pager {
         ok
     }
 
-    /// Publishes what is on disk; returns the pages.
+    /// Publishes how much is on disk; returns the pages.
     pub(crate) fn publish_swap(&self, s: &State) -> usize {
         let Some(swap) = s.swap.as_ref() else { return 0 };
         let (c, used) = (self.counters(), swap.books.used_bytes() as u64);
@@ -369,8 +369,8 @@ impl Pager {
         swap.on_disk
     }
 
-    /// Of each group this process is in: the bytes that its pools hold, the most and the least they are to be kept between,
-    /// and which group it is.
+    /// For each group this process is in: the bytes that its pools hold, the most and the least to keep them between, and the
+    /// group.
     fn pools(&self, s: &State, swap: &Swap) -> impl Iterator<Item = (usize, usize, usize, usize)> {
         let (own, others) = (s.pool.held_bytes(), self.others_use());
         let percents = [&swap.map.max_pool_percent, &swap.map.accept_threshold_percent];
@@ -378,24 +378,24 @@ impl Pager {
         self.chain.nodes().iter().enumerate().map(move |(i, at)| {
             let node = &self.group.nodes[*at];
             let (target, zswap) = (node.target() as usize, node.zswap_max.load(Relaxed) as usize);
-            // (Stores are refused from `memory.zswap.max` on: before that the disk takes over.)
+            // Stores are refused from `memory.zswap.max` on; the disk takes over before that.
             let most = (target / 100 * percents[0]).min(zswap / 100 * 95);
             (own + others.pool[i], most, most / 100 * percents[1], *at)
         })
     }
 
-    /// Whether the pools of a group this process is in take more than they may.
+    /// Whether the pools of a group that this process is in take more than they may.
     fn pools_are_full(&self, s: &State, swap: &Swap) -> bool {
         self.pools(s, swap).any(|(held, most, ..)| held > most)
     }
 
-    /// Whether a group this process is in forbids writing back (`memory.zswap.writeback`), or has as much on disk as it
-    /// may (`memory.swap.max`).
+    /// Whether a group that this process is in forbids writing back (`memory.zswap.writeback`), or has as much on disk as it may
+    /// (`memory.swap.max`).
     fn writeback_forbidden(&self, swap: &Swap) -> bool {
         !self.may_write_back() || !self.has_swap_room(swap.books.used_bytes(), RUN_BYTES)
     }
 
-    /// Wakes the writing thread when there is something for it to do.
+    /// Wakes the writing thread if there is something for it to do.
     pub(crate) fn poke_writer(&self, s: &State) {
         let Some(swap) = s.swap.as_ref() else { return };
         if !swap.whole.is_empty() || self.pools_are_full(s, swap) || swap.is_pressed(s) {
@@ -403,10 +403,11 @@ impl Pager {
         }
     }
 
-    /// Has the disk take some of the pool where nothing can be taken from the program and the limit is exceeded; whether it can.
+    /// Makes the disk take some of the pool when nothing can be taken from the program and the limit is exceeded. Returns whether
+    /// it can.
     ///
-    /// The story: GNU sort in 16 MiB was told that its group is full, with a disk of 4 GiB all but empty. The pool was a little
-    /// smaller than from where on it is written, and pressed only by what is taken from the program.
+    /// The story: GNU sort in 16 MiB was told that its group is full, though a disk of 4 GiB was nearly empty. The pool was a
+    /// little below the size from which on it is written, and only taking pages from the program presses it.
     pub(crate) fn has_disk_make_room(&self, s: &mut State) -> bool {
         if !self.disk_takes_over(s) {
             return false;
@@ -420,14 +421,14 @@ impl Pager {
         true
     }
 
-    /// This member waits for its disk: the others are to know if that is slow.
+    /// This member waits for its disk: lets the others know if the disk is slow.
     pub(crate) fn note_slow_disk(&self) {
         if self.writes_slowly() {
             self.me().disk_at.store(thread::now_ns(), Release);
         }
     }
 
-    /// Whether writing back makes room: it may be done, it does not fail nor stand still, and there is something to write.
+    /// Whether writing back makes room: it is allowed, does not fail or stand still, and there is something to write.
     pub(crate) fn disk_takes_over(&self, s: &State) -> bool {
         s.swap.as_ref().is_some_and(|swap| {
             self.tier.file.load(Relaxed) >= 0
@@ -439,13 +440,13 @@ impl Pager {
         })
     }
 
-    /// Whether what leaves the pool may go to disk, now or before long. (That a write failed, for want of room too, may pass.)
+    /// Whether what leaves the pool may go to disk, now or before long. (A failed write, for want of room too, may be temporary.)
     pub(crate) fn disk_may_take(&self, s: &State) -> bool {
         let swap = s.swap.as_ref();
         swap.is_some_and(|swap| self.tier.file.load(Relaxed) >= 0 && !self.writeback_forbidden(swap))
     }
 
-    /// Ends the threads that write and read, when the handler has ended.
+    /// Ends the threads that write and read, once the handler has ended.
     pub(crate) fn end_swap(&self) {
         turns::wake_writer(self.me());
         crate::discover::letgo::await_end(self.writer.load(Relaxed));
@@ -453,7 +454,8 @@ impl Pager {
         self.tier.readers.end();
     }
 
-    /// Whether the limit is exceeded because the pools are full, or as much as may waits to be written whole; and writing helps.
+    /// Whether the limit is exceeded because the pools are full, or because as much waits to be written whole as may; and writing
+    /// helps.
     pub(crate) fn waits_for_disk(&self, s: &State) -> bool {
         let too_many = s.swap.as_ref().is_some_and(|swap| self.enough_waits(swap)) && self.disk_takes_over(s);
         too_many
@@ -462,8 +464,7 @@ impl Pager {
                 && s.swap.as_ref().is_some_and(|swap| self.pools_are_full(s, swap))
     }
 
-    /// Remembers that a page is lost, and tells it, once for each process: it gets SIGBUS when it touches
-    /// such a page.
+    /// Notes that a page is lost, and reports it once for each process, which gets SIGBUS when it touches such a page.
     fn lose(&self, s: &mut State, vpn: u64) {
         let pte = s.pt.get(vpn);
         s.pt.set(vpn, uzswap_mm::pagetable::Pte::new(Tag::Poisoned, 0));
@@ -475,12 +476,12 @@ impl Pager {
     }
 }
 
-/// Pages that are to be due to be met for a round to be worth while.
+/// Pages that must be due to be met for a round to be worthwhile.
 fn worth_a_round(s: &State) -> usize {
     (s.pool.used_bytes() / PAGE / 8).clamp(16, MOST_DUE)
 }
 
-/// What an object's bytes on disk are known by.
+/// The checksum by which an object's bytes on disk are recognised.
 fn checksum(bytes: &[u8]) -> u32 {
     let hash = object::hash(bytes);
     (hash ^ (hash >> 32) ^ (hash >> 64) ^ (hash >> 96)) as u32

@@ -1,20 +1,21 @@
-//! Writes under way: two at once, so that the next run is planned while the disk has the last one.
+//! Writes under way: two at once, so that the next run is planned while the disk takes the last one.
 //!
 //! ```text
 //! buffer 0   plan │ write (second thread) ····· │ complete, plan │ write ····
 //! buffer 1        │ plan │ write ······· │ complete, plan │ ···
 //! ```
-//! The writing thread has a second one write, and goes on planning; when that is busy it writes by itself. The second one is started
-//! when several runs came one after the other: a process that writes now and then has none.
+//! The writing thread lets a second thread write, and goes on planning; when the second thread is busy it writes by itself. The
+//! second thread is started when several runs came one after the other, so a process that writes only now and then has none.
 //!
-//! Both wait in the system call. The story: writes went by io_uring, which leaves what a file system has to do when a write to new
-//! room has ended (it says in its tables that the room is written) to a thread of the kernel's. Where a process that faults competes
-//! for its CPU such threads get none for up to 15 seconds (kernel 6.18, in a group of tasks: see ARCHITECTURE.md). Nothing left the
-//! pool meanwhile, and of two builds on two CPUs every other one took twice as long. Who waits in the call does it by himself.
+//! Both wait in the system call. The story: writes went by io_uring. At the end of a write to new room a file system must note in
+//! its tables that the room is written, and io_uring leaves that to a kernel thread. Where a process that faults competes for its
+//! CPU, such threads get no CPU for up to 15 seconds (kernel 6.18, in a group of tasks: see ARCHITECTURE.md). Nothing left the
+//! pool meanwhile, and of two builds on two CPUs every other one took twice as long. A thread that waits in the call does that
+//! work itself.
 //!
-//! A buffer is the second thread's from `begin_write` to the end of that write, and its objects stay in the pool and in the
-//! books as long: so two runs never cover the same block, and a read of a neighbour meets a run that is half written only
-//! in pages that nobody has on disk yet.
+//! A buffer belongs to the second thread from `begin_write` to the end of that write. Until then its objects stay in the pool and
+//! in the books. So two runs never cover the same block, and where a read of a neighbour meets a run that is half written, nobody
+//! has those pages on disk yet.
 //!
 //! Used by the writing thread alone.
 
@@ -27,52 +28,52 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::thread;
 use uzswap_sys::transfer::Transfer;
 
-/// Writes under way at once, at most.
+/// Most writes under way at once.
 pub(super) const DEPTH: usize = crate::pool::object::WRITING_BY.len();
 
-/// Runs written in a row from which on a second thread writes.
+/// After this many runs in a row a second thread writes.
 const IN_A_ROW: u32 = 3;
-/// Its stack: after the one of a handler that relieved another.
+/// Index of its stack: after that of a handler that relieved another.
 const STACK: usize = 12;
 
-/// What became of a write; None while the second thread is at it.
+/// The outcome of a write; None while the second thread makes it.
 type Write = Option<Result<(), Errno>>;
 
-/// A write that has ended, and whether all of it is in the file.
+/// The slot of a write that has ended, and whether all of it is in the file.
 pub(super) type Ended = (usize, Result<(), Errno>);
 
 /// The writes under way and their buffers.
 pub(super) struct Writes {
-    /// All but the first are empty where there may be one write at a time.
+    /// All but the first are empty where only one write may be under way.
     buffers: [Vec<Block>; DEPTH],
     writes: [Option<Write>; DEPTH],
-    /// Runs that were written without a rest between them.
+    /// Runs written without a rest between them.
     in_a_row: u32,
-    /// For how long a free buffer was waited for since this was last taken (nanoseconds).
+    /// How long a free buffer was waited for since this was last read (nanoseconds).
     waited_ns: u64,
 }
 
 impl Writes {
-    /// None under way; to be called with the lock held, as all that allocates.
+    /// No writes under way. Call it with the lock held, as for everything that allocates.
     pub(super) fn new(pager: &Pager) -> Self {
-        // (To a server there is one connection.)
+        // There is only one connection to a server.
         let pairs = pager.clusters.is_some_and(|map| !map.is_remote());
         let size = |i| if i == 0 || pairs { RUN_BYTES } else { 0 };
         let buffers = core::array::from_fn(|i| blocks(size(i)));
         Self { buffers, writes: [None; DEPTH], in_a_row: 0, waited_ns: 0 }
     }
 
-    /// A buffer that is free.
+    /// The index of a free buffer.
     pub(super) fn free(&self) -> Option<usize> {
         self.writes.iter().zip(&self.buffers).position(|(write, buffer)| write.is_none() && !buffer.is_empty())
     }
 
-    /// There is nothing to write for now.
+    /// Notes that there is nothing to write for now.
     pub(super) fn rest(&mut self) {
         self.in_a_row = 0;
     }
 
-    /// Whether there may be two writes at once.
+    /// Whether two writes may be under way at once.
     fn may_pair(&self) -> bool {
         self.buffers.iter().all(|buffer| !buffer.is_empty())
     }
@@ -82,12 +83,12 @@ impl Writes {
         self.writes.iter().any(Option::is_some)
     }
 
-    /// For how long a free buffer was waited for since this was last asked (nanoseconds).
+    /// How long a free buffer was waited for since the last call (nanoseconds).
     pub(super) fn take_waited_ns(&mut self) -> u64 {
         core::mem::take(&mut self.waited_ns)
     }
 
-    /// A free buffer's bytes.
+    /// The bytes of a free buffer.
     pub(super) fn buffer(&mut self, slot: usize) -> &mut [u8] {
         debug_assert!(self.writes[slot].is_none(), "it is being written");
         bytes_of(&mut self.buffers[slot])
@@ -95,7 +96,7 @@ impl Writes {
 }
 
 impl Pager {
-    /// Begins to write `len` bytes of a buffer.
+    /// Begins to write the first `len` bytes of a buffer.
     pub(super) fn begin_write(&'static self, writes: &mut Writes, slot: usize, at: u64, len: usize) {
         if !writes.under_way() {
             self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
@@ -118,17 +119,17 @@ impl Pager {
         writes.writes[slot] = Some(Some(done));
     }
 
-    /// Starts the second thread, if it does not run; whether it does.
+    /// Starts the second thread unless it runs; returns whether it runs.
     fn has_second(&'static self) -> bool {
         let tid = &self.tier.second.tid;
-        // (The tests' pagers have no stacks for threads of their own.)
+        // The tests' pagers have no stacks for threads of their own.
         if tid.load(Relaxed) == 0 && self.writer.load(Relaxed) > 0 {
             tid.store(self.spawn_on(STACK, false, run).unwrap_or(-1), Relaxed);
         }
         tid.load(Relaxed) > 0
     }
 
-    /// In the second thread, until it is to end.
+    /// The second thread's loop, until it is to end.
     fn write_for_another(&self) {
         while let Some(what) = self.tier.second.job.next() {
             // SAFETY: the writing thread has lent these bytes until it takes the result.
@@ -137,14 +138,14 @@ impl Pager {
         }
     }
 
-    /// The books have been told of a write that had ended.
+    /// Call this once the books know the outcome of a write that has ended.
     pub(super) fn one_write_less(&self, writes: &Writes) {
         let now = if writes.under_way() { thread::now_ns() } else { 0 };
         self.tier.began[WRITE].store(now, Relaxed);
     }
 
-    /// The others are to know where this process writes to, or that it does not any more: a thread that is in the middle of it ends
-    /// later than the process seems to have.
+    /// Publishes where this process writes to, or that it no longer does: a thread in the middle of a write ends later than its
+    /// process seems to have ended.
     fn note_writing(&self, slot: usize, at: Option<u64>) {
         if let (Some(map), Some(row)) = (self.clusters, self.own_row_if_any())
             && let Some(geometry) = map.geometry()
@@ -155,7 +156,7 @@ impl Pager {
         }
     }
 
-    /// A write that has ended, if a buffer is to be had by it; None when one is free and none has ended.
+    /// A write that has ended, if that is how to get a buffer; None if one is free and no write has ended.
     pub(super) fn ended_or_free(&self, writes: &mut Writes) -> Option<Ended> {
         if writes.free().is_some() {
             return self.next_ended(writes, false);
@@ -206,7 +207,7 @@ mod tests {
         p
     }
 
-    /// Begins a write of blocks that are all `byte`.
+    /// Begins a write of blocks filled with `byte`.
     fn begin(p: &'static Pager, writes: &mut Writes, byte: u8, at: u64) -> usize {
         let slot = writes.free().expect("one is free");
         writes.buffer(slot)[..RUN_BYTES].fill(byte);
@@ -231,7 +232,7 @@ mod tests {
             let slot = begin(p, &mut writes, 7, i * RUN_BYTES as u64);
             assert_eq!(p.next_ended(&mut writes, false), Some((slot, Ok(()))), "it wrote that itself");
         }
-        // Nobody is there who would take it, so it is under way until there is.
+        // No thread is there to make it, so it is under way until there is one.
         let first = begin(p, &mut writes, 8, 8 * RUN_BYTES as u64);
         assert_eq!(p.next_ended(&mut writes, false), None);
         let second = begin(p, &mut writes, 9, 9 * RUN_BYTES as u64);

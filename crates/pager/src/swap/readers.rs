@@ -1,10 +1,10 @@
-//! Threads that read: where io_uring is refused, and where the other end is a server.
+//! Threads that read from the swap file where io_uring is refused, or where the other end is a server.
 //!
-//! Thread *i* makes the reads of slot *i* (`reads`), one at a time, on a connection of its own where there is a server. The
-//! handler posts a read and goes on; the thread raises an event that the handler polls with its messages. A thread is
-//! started when its slot is first used, so a program of which one thread faults has one.
+//! Thread *i* makes the reads of slot *i* (`reads`), one at a time, on a connection of its own if there is a server. The handler
+//! posts a read and goes on; the thread raises an event that the handler polls along with its messages. A thread is started when
+//! its slot is first used, so a program with one faulting thread has one.
 //!
-//! How a read is handed over: `sys`'s `transfer`. A forked child has no such threads: [`Readers::forget`].
+//! `sys`'s `transfer` defines how a read is handed over. A forked child has no such threads: [`Readers::forget`].
 
 use super::reads::NOT_TRIED;
 use super::worker::Worker;
@@ -16,17 +16,17 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::transfer::Transfer;
 use uzswap_sys::{eventfd, thread};
 
-/// Threads at most.
+/// Most reading threads.
 pub const READERS: usize = 4;
-/// The stack of the first: after those of `compress`.
+/// Index of the first one's stack: after those of `compress`.
 const FIRST_STACK: usize = 7;
 
-/// All of them.
+/// All reading threads.
 pub struct Readers {
     all: [Worker; READERS],
-    /// What they raise; -1 for nothing.
+    /// The event that they raise; -1 for none.
     pub event: AtomicI32,
-    /// Their connections to the command, where there is a server, but for the first's: -1 for none.
+    /// Their connections to the command, if there is a server, except for the first one's; -1 for none.
     pub links: [AtomicI32; READERS - 1],
 }
 
@@ -37,25 +37,25 @@ impl Default for Readers {
 }
 
 impl Readers {
-    /// Has thread `i` fill `bytes`, which are its own until the result was taken, in a last try or another; false when there is no
-    /// such thread.
+    /// Makes thread `i` fill `bytes`, which belong to it until the result was taken; `last` if this is the last try. Returns
+    /// false if there is no such thread.
     pub(super) fn post(&self, i: usize, at: u64, bytes: &mut [u8], last: bool) -> bool {
         let reader = &self.all[i];
         reader.tid.load(Relaxed) > 0
             && reader.job.post(Transfer { at, bytes: bytes.as_mut_ptr(), len: bytes.len(), last })
     }
 
-    /// What became of the read of thread `i`, if it has ended.
+    /// The outcome of thread `i`'s read, if it has ended.
     pub(super) fn take(&self, i: usize) -> Option<Result<(), Errno>> {
         self.all[i].job.take()
     }
 
-    /// Ends those that run; for who has seen to it that nothing more is asked of them.
+    /// Ends the threads that run. The caller ensures that they get no more work.
     pub(super) fn end(&self) {
         self.all.iter().for_each(Worker::end);
     }
 
-    /// In a forked child: there are none.
+    /// In a forked child: forgets the threads, which do not exist there.
     pub(crate) fn forget(&self) {
         self.all.iter().for_each(Worker::forget);
         self.event.store(-1, Relaxed);
@@ -64,12 +64,12 @@ impl Readers {
 
 #[cfg(test)]
 impl Readers {
-    /// Thread `i` has this id, or could not be started.
+    /// For tests: sets the id of thread `i`, or that it could not be started.
     pub(super) fn set_tid(&self, i: usize, tid: i32) {
         self.all[i].tid.store(tid, Relaxed);
     }
 
-    /// The read of thread `i` has ended.
+    /// For tests: ends the read of thread `i`.
     pub(super) fn end_by_hand(&self, i: usize, result: Errno) {
         self.all[i].job.done(if result == 0 { Ok(()) } else { Err(result) });
     }
@@ -80,14 +80,14 @@ impl Pager {
     pub(super) fn start_reader(&self, s: &State, i: usize) {
         const RUN: [extern "C" fn(usize) -> !; READERS] = [run::<0>, run::<1>, run::<2>, run::<3>];
         let tid = &self.tier.readers.all[i].tid;
-        // (The tests' pagers have no stacks for threads of their own: nobody runs there.)
+        // The tests' pagers have no stacks for threads of their own: none runs there.
         if tid.load(Relaxed) != 0 || self.tier.readers.event.load(Relaxed) < 0 {
             return;
         }
         let started = self.spawn_on(FIRST_STACK + i, false, RUN[i]);
         tid.store(started.unwrap_or(-1), Relaxed);
         if let Ok(tid) = started {
-            // (The handler, whose child it is, runs on one CPU and only when nobody else wants to.)
+            // It inherits the handler's idle policy and its one CPU, and would run only when nobody else wants that CPU.
             thread::set_idle_policy(tid, false);
             s.placement.set_free(tid);
         }

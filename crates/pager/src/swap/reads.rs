@@ -1,18 +1,18 @@
-//! Reads of the swap file under way: several at once, none of which anybody waits for but the faults that need it.
+//! Reads of the swap file under way: several at once, and only the faults that need one wait for it.
 //!
 //! ```text
 //! slot 0   planned │ under way ··············│ ended, installed     planned  with the lock: what is to be read
 //! slot 1           planned │ under way ···········│ ended           begun    without it
 //! slot 2                     planned │ ...                          ended    found by the handler, which polls
 //! ```
-//! By io_uring where it may be used: one system call to begin a read, and the ring's descriptor is readable when one has
-//! ended. Elsewhere, and where the other end is a server, up to [`READERS`] threads (`readers`) each make one read at a
-//! time; they are started when so many reads are wanted at once. Of a thread that cannot be started, or cannot reach the
-//! server, the slot is closed: the read is given up and asked for again. Only the first one's reads are made on the spot then, and
-//! the handler waits for them; it makes no other's, whose connection it does not have.
+//! Reads go by io_uring where it may be used: one system call begins a read, and the ring's descriptor is readable when one has
+//! ended. Elsewhere, and where the other end is a server, up to [`READERS`] threads (`readers`) each make one read at a time;
+//! they are started when that many reads are wanted at once. If a thread cannot be started, or cannot reach the server, its slot
+//! is closed: the read is given up and asked for again. Only the first slot's reads are then made on the spot, and the handler
+//! waits for them; it makes no other slot's, as it does not have that connection.
 //!
-//! A slot's buffer is the kernel's (or the thread's) from the moment its read is begun until that is found ended.
-//! Used by the handler alone; a forked child has none of its parent's.
+//! A slot's buffer belongs to the kernel (or the thread) from the moment at which its read is begun until the read is found
+//! ended. Used by the handler alone; a forked child has none of its parent's reads.
 
 use super::io::{STANDS_NS, some_blocks};
 use super::readers::READERS;
@@ -26,73 +26,75 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::uring::Uring;
 use uzswap_sys::{eventfd, thread};
 
-/// Reads under way at once, at most.
+/// Most reads under way at once.
 pub(super) const DEPTH: usize = 8;
-/// Bytes of a buffer: what is read ahead at once, so more than an object of the largest size and the blocks it begins and ends in.
+/// Bytes of a buffer: what is read ahead at once, which is more than the largest object with the blocks in which it begins and
+/// ends.
 pub(super) const BUFFER: usize = uzswap_mm::readahead::STREAM_BYTES;
-/// Transfers of less than a block in a row after which a read has failed.
+/// After this many transfers in a row of less than a block the read has failed.
 const MOST_FRUITLESS: u32 = 8;
-/// A result of a read that was not made: by a thread that could not reach the server, which another can.
+/// Result of a read that was not made: its thread could not reach the server, but another may.
 pub(super) const NOT_TRIED: Errno = libc::ENOLINK;
 /// For tests: how long a read is withheld at most (nanoseconds), and for how many messages.
 const HOLD_NS: u64 = 3_000_000;
 const HOLD_MESSAGES: u64 = 8;
 
-/// Where a read is.
+/// The stage of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Planned,
-    /// (For tests.) Under way, and not begun before this moment (monotonic nanoseconds).
+    /// For tests: under way, but not begun before this time (monotonic nanoseconds).
     Stalled(u64),
     UnderWay,
     Ended(Result<(), Errno>),
 }
 
-/// A range of the file that is read: whole blocks.
+/// A read of a range of the file, in whole blocks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Read {
-    /// Where it begins.
+    /// Where the range begins.
     pub at: u64,
-    /// Its bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// The object that it was begun for; none when it is read ahead of all faults.
+    /// The object that it was begun for; None if it is read ahead of all faults.
     pub place: Option<Place>,
-    /// In which stream it is read ahead then (see `uzswap_mm::readahead`).
+    /// The stream for which it is then read ahead (see `uzswap_mm::readahead`).
     pub stream: u32,
     stage: Stage,
-    /// Bytes that are there.
+    /// Bytes that have arrived.
     done: usize,
     fruitless: u32,
-    /// It is to fail, and how (see [`Pager::swap_read`]).
+    /// For tests: it is to fail, and how (see [`Pager::swap_read`]).
     injected: Option<u64>,
-    /// It is not found ended before so many messages were read, or this moment (monotonic nanoseconds).
+    /// For tests: it is not found ended before this many messages were read, or this time (monotonic nanoseconds).
     held: Option<(u64, u64)>,
     /// It has stood still.
     stalled: bool,
-    /// The page that it is for is lost when it fails.
+    /// If it fails, the page that it is for is lost.
     last: bool,
 }
 
 impl Read {
-    /// One that is to be begun for an object.
+    /// A read to be begun for an object.
     pub(super) fn new(at: u64, len: usize, place: Place) -> Self {
         Self { place: Some(place), ..Self::ahead(at, len, 0) }
     }
 
-    /// The same, which is the last try or is not.
+    /// The same, as the last try or not.
     pub(super) fn tried(self, last: bool) -> Self {
         Self { last, ..self }
     }
 
-    /// Whether who waits for it longest has waited as long as is to be waited, and loses the page when it fails.
+    /// Whether the longest waiting fault has waited as long as it should, and loses the page if this read fails.
     ///
-    /// The story: a signal has a thread that waits for the disk fault again, which began a read at once, and each that failed counted for
-    /// the fault before as well. Its last two tries, which are to come after pauses, came without: a page was lost in no time.
+    /// The story: a signal makes a thread that waits for the disk fault again. That fault began a read at once, and each one that
+    /// failed counted for the earlier fault as well. So its last two tries, which should come after pauses, came without, and a
+    /// page was lost in no time.
     pub(super) fn lasts(&self) -> bool {
         self.last
     }
 
-    /// One that is to be begun ahead of all faults.
+    /// A read to be begun ahead of all faults.
     pub(super) fn ahead(at: u64, len: usize, stream: u32) -> Self {
         let stage = Stage::Planned;
         Self {
@@ -110,26 +112,26 @@ impl Read {
         }
     }
 
-    /// Where it ends.
+    /// Where the range ends.
     pub(super) fn end(&self) -> u64 {
         self.at + self.len as u64
     }
 
-    /// Whether it reads all of a range.
+    /// Whether it reads the whole of a range.
     pub(super) fn covers(&self, at: u64, len: usize) -> bool {
         self.at <= at && at + len as u64 <= self.at + self.len as u64
     }
 
-    /// Bytes to be transferred next.
+    /// Bytes to transfer next.
     fn part(&self) -> usize {
         match self.injected {
-            // What fails, or comes in two transfers, comes in part first.
+            // A read that fails, or comes in two transfers, first comes in part.
             Some(bits) if bits % 2 == 1 && self.done == 0 => some_blocks(bits, self.len).max(BLOCK),
             _ => self.len - self.done,
         }
     }
 
-    /// A transfer has ended: where the read is now.
+    /// A transfer has ended: returns the stage that the read is in now.
     fn transferred(&mut self, ended: Result<usize, Errno>, bytes: &mut [u8]) -> Stage {
         match ended {
             _ if self.injected.is_some_and(|bits| bits % 4 == 1) => return Stage::Ended(Err(libc::EIO)),
@@ -138,8 +140,8 @@ impl Read {
                 self.fruitless = if n < BLOCK { self.fruitless + 1 } else { 0 };
                 self.done += n / BLOCK * BLOCK;
             }
-            // (The last two are not the disk's: the thread that began the read has ended before the kernel was done with it, as a handler
-            // does that is relieved. Of reads through the page cache nearly all that are under way then come to that.)
+            // The last two are not the disk's: the thread that began the read ended before the kernel was done with it, as a
+            // relieved handler does. Nearly all reads through the page cache that are under way end like that then.
             Err(libc::EINTR | libc::EAGAIN | libc::EFAULT | libc::ECANCELED) => self.fruitless += 1,
             Err(e) => return Stage::Ended(Err(e)),
         }
@@ -157,25 +159,25 @@ impl Read {
 struct Slot {
     buffer: Vec<Block>,
     read: Option<Read>,
-    /// Its thread cannot reach the server, or is not there: it is used no more.
+    /// Its thread cannot reach the server, or does not exist; the slot is not used any more.
     closed: bool,
 }
 
-/// The reads, and what makes them.
+/// The reads, and the means by which they are made.
 #[derive(Default)]
 pub(crate) struct Reads {
     slots: [Slot; DEPTH],
     ring: Option<Uring>,
-    /// What the threads raise when a read has ended.
+    /// The event that threads raise when a read has ended.
     event: Option<i32>,
     /// Messages that the handler has read.
     messages: u64,
-    /// Whether a read was given up, of which nobody will say that it has ended: who needs it is to ask again.
+    /// Whether a read was given up, whose end will never be reported: faults that need it must ask again.
     given_up: bool,
 }
 
 impl Reads {
-    /// None under way; to be called with the lock held, as all that allocates.
+    /// No reads under way. Call it with the lock held, as for everything that allocates.
     pub(crate) fn new(pager: &Pager) -> Self {
         let map = pager.clusters.filter(|_| pager.tier.file.load(Acquire) >= 0);
         let may = map.is_some_and(|map| map.plain.load(Relaxed) == 0 && !map.is_remote());
@@ -187,12 +189,12 @@ impl Reads {
         reads
     }
 
-    /// What is readable when a read has ended; -1 where nothing can be under way.
+    /// A descriptor that is readable when a read has ended; -1 if nothing can be under way.
     pub(crate) fn fd(&self) -> i32 {
         self.ring.as_ref().map(Uring::fd).or(self.event).unwrap_or(-1)
     }
 
-    /// How many may be under way.
+    /// Most reads that may be under way.
     fn depth(&self) -> usize {
         match (&self.ring, self.event) {
             (Some(_), _) => DEPTH,
@@ -201,17 +203,17 @@ impl Reads {
         }
     }
 
-    /// Those that are planned, under way, or ended and not taken.
+    /// The reads that are planned, under way, or ended and not taken.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Read> {
         self.slots.iter().filter_map(|slot| slot.read.as_ref())
     }
 
-    /// Slots in which nothing is read.
+    /// Number of free slots.
     pub(super) fn free(&self) -> usize {
         self.slots[..self.depth()].iter().filter(|slot| slot.read.is_none() && !slot.closed).count()
     }
 
-    /// Takes a slot for a read, with the lock held; false when there is none.
+    /// Takes a slot for a read, with the lock held; false if there is none.
     pub(super) fn plan(&mut self, pager: &Pager, s: &State, read: Read) -> bool {
         let depth = self.depth();
         let Some(i) = self.slots[..depth].iter().position(|slot| slot.read.is_none() && !slot.closed) else {
@@ -219,7 +221,7 @@ impl Reads {
         };
         let slot = &mut self.slots[i];
         if slot.buffer.is_empty() {
-            // SAFETY: zeros are blocks. (Not written to: what is never read into takes no memory.)
+            // SAFETY: zeros are blocks. (They are not written to: what is never read into takes no memory.)
             slot.buffer = unsafe { Box::<[Block]>::new_zeroed_slice(BUFFER / BLOCK).assume_init() }.into_vec();
         }
         if self.event.is_some() {
@@ -229,7 +231,7 @@ impl Reads {
         true
     }
 
-    /// Whether reads are to be begun.
+    /// Whether there are reads to begin.
     pub(crate) fn any_planned(&self) -> bool {
         self.iter().any(|read| read.stage == Stage::Planned)
     }
@@ -239,7 +241,7 @@ impl Reads {
         self.iter().any(|read| matches!(read.stage, Stage::Ended(_)) && !self.is_held(read))
     }
 
-    /// When to look again for what is withheld (monotonic nanoseconds).
+    /// When to look again for reads that are withheld (monotonic nanoseconds).
     pub(crate) fn look_at(&self) -> Option<u64> {
         let stalled = |read: &Read| if let Stage::Stalled(until) = read.stage { Some(until) } else { None };
         self.iter().filter_map(|read| stalled(read).or(read.held.map(|(_, until)| until))).min()
@@ -249,12 +251,12 @@ impl Reads {
         read.held.is_some_and(|(messages, until)| self.messages < messages && thread::now_ns() < until)
     }
 
-    /// A message was read.
+    /// Counts a message that was read.
     pub(crate) fn count_message(&mut self) {
         self.messages += 1;
     }
 
-    /// Begins what is planned; without the lock.
+    /// Begins what is planned. Call it without the lock.
     pub(crate) fn begin(&mut self, pager: &Pager) {
         for i in 0..DEPTH {
             if self.slots[i].read.is_some_and(|read| read.stage == Stage::Planned) {
@@ -288,36 +290,36 @@ impl Reads {
                 return self.end(pager, i, Err(libc::EIO));
             }
             let (fd, from, part) = (pager.tier.file.load(Acquire), read.done, read.part());
-            // SAFETY: the buffer is not touched, and not freed, until the read is found ended.
+            // SAFETY: the buffer is neither touched nor freed until the read is found ended.
             let begun =
                 unsafe { ring.read(fd, bytes[from..].as_mut_ptr(), part, read.at + from as u64, i as u64) }.is_ok();
             if begun {
                 return;
             }
-            // (The kernel has no memory for it just now.)
+            // The kernel has no memory for it just now.
             read.injected = None;
         } else if self.event.is_some() && pager.tier.readers.post(i, read.at, bytes, read.last) {
             return;
         } else if i > 0 {
-            // (Not on the spot: the first thread may be in the middle of a request over the connection that would take.)
+            // Not on the spot: the first thread may be in the middle of a request on the connection that this would use.
             return self.close(pager, i);
         }
         let result = pager.swap_read(0, read.at, bytes, read.last);
         self.finish(pager, i, result);
     }
 
-    /// A slot is of no use: its read is given up.
+    /// Closes a slot that is of no use, and gives its read up.
     fn close(&mut self, pager: &Pager, i: usize) {
         (self.slots[i].closed, self.slots[i].read, self.given_up) = (true, None, true);
         self.goes_on(pager);
     }
 
-    /// The caller sees to it that all that is waited for is asked for again.
+    /// The caller ensures that everything waited for is asked for again.
     pub(crate) fn forget_given_up(&mut self) {
         self.given_up = false;
     }
 
-    /// Whether something is to be asked for again.
+    /// Whether something must be asked for again.
     pub(crate) fn any_given_up(&self) -> bool {
         self.given_up
     }
@@ -353,8 +355,9 @@ impl Reads {
         }
     }
 
-    /// The handler has slept: takes an event that no read is left for, which would not let it sleep again. (A thread stores its
-    /// result before it raises the event, so the result may be taken by another's; then the event comes late.)
+    /// The handler has slept: takes an event for which no read is left, as that would keep it from sleeping again. (A thread
+    /// stores its result before it raises the event, so another thread's event may take the result, and this thread's event then
+    /// comes late.)
     pub(crate) fn slept(&self) {
         if let Some(event) = self.event.filter(|_| !self.any_under_way()) {
             eventfd::take(event);
@@ -365,7 +368,7 @@ impl Reads {
         self.iter().any(|read| matches!(read.stage, Stage::UnderWay | Stage::Stalled(_)))
     }
 
-    /// A read by the ring has ended: it is counted.
+    /// Counts a read through the ring that has ended.
     fn end(&mut self, pager: &Pager, i: usize, result: Result<(), Errno>) {
         let len = self.slots[i].read.map_or(0, |read| read.len);
         pager.count_swap_read(len, result);
@@ -379,13 +382,13 @@ impl Reads {
         self.goes_on(pager);
     }
 
-    /// One read less is under way.
+    /// One read fewer is under way.
     fn goes_on(&self, pager: &Pager) {
         let more = self.any_under_way();
         pager.tier.began[super::io::READ].store(if more { thread::now_ns() } else { 0 }, Relaxed);
     }
 
-    /// Takes a read that has ended, its bytes and what became of it, by `take`; false when there is none.
+    /// Passes a read that has ended, its bytes and its result to `take`; false if there is none.
     pub(super) fn take(&mut self, take: impl FnOnce(&Read, &mut [u8], Result<(), Errno>)) -> bool {
         let ended = |slot: &Slot| {
             slot.read.as_ref().is_some_and(|read| matches!(read.stage, Stage::Ended(_)) && !self.is_held(read))
@@ -401,17 +404,17 @@ impl Reads {
 
 #[cfg(test)]
 impl Reads {
-    /// As a handler has it that makes no transfers: the test says what was read.
+    /// For tests: makes no transfers; the test says what was read.
     pub(super) fn by_hand() -> Self {
         Self { event: Some(-1), ..Self::default() }
     }
 
-    /// The same where threads raise `event`.
+    /// For tests: the same where threads raise `event`.
     pub(crate) fn by_threads(event: i32) -> Self {
         Self { event: Some(event), ..Self::default() }
     }
 
-    /// A read is under way by thread 1, which cannot reach the server and has just said so.
+    /// For tests: a read is under way by thread 1, which cannot reach the server and has just said so.
     pub(crate) fn be_refused(&mut self, pager: &Pager) {
         self.slots[1].read = Some(Read { stage: Stage::UnderWay, ..Read::new(0, BLOCK, 0) });
         pager.tier.began[super::io::READ].store(thread::now_ns(), Relaxed);
@@ -419,7 +422,7 @@ impl Reads {
         self.event.into_iter().for_each(eventfd::raise);
     }
 
-    /// What is planned, oldest slot first, is under way now.
+    /// For tests: what is planned is under way now; oldest slot first.
     pub(super) fn begin_by_hand(&mut self) -> Vec<Read> {
         let planned = self.slots.iter_mut().filter_map(|slot| slot.read.as_mut());
         let planned = planned.filter(|read| read.stage == Stage::Planned);
@@ -431,7 +434,7 @@ impl Reads {
             .collect()
     }
 
-    /// The read at an offset has ended.
+    /// For tests: the read at an offset has ended.
     pub(super) fn end_by_hand(&mut self, at: u64, from: &[u8], result: Result<(), Errno>) {
         let of = |slot: &&mut Slot| slot.read.is_some_and(|read| read.at == at && read.stage == Stage::UnderWay);
         let slot = self.slots.iter_mut().find(of).expect("it is under way");
@@ -445,7 +448,7 @@ impl Reads {
 mod tests {
     use super::*;
 
-    /// What each transfer gives -> where the read is after it, for a read of 16 KiB.
+    /// The result of each transfer → the read's stage after it, for a read of 16 KiB.
     #[test]
     fn transfers_cut_short_are_gone_on_with_from_a_block() {
         let mut bytes = vec![0; 16384];

@@ -1,22 +1,22 @@
-//! Who refers to which cluster: the steps by which one is claimed, inherited and given up, without a lock. What they are for, and who may
-//! take them, is in `clusters`.
+//! The steps by which a cluster is claimed, inherited and given up, without a lock. `clusters` says what they are for and who may
+//! take them.
 //!
-//! They are written for any memory that has such words, so that these very steps are run under loom, in every order (below).
+//! They are generic over any memory that has such words, so that these very steps run under loom, in every order (below).
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 
-/// Bits of an owner word that name the row.
+/// Bits of an owner word that hold the row.
 pub(super) const OWNER_BITS: u32 = 11;
 pub(super) const OWNER_MASK: u32 = (1 << OWNER_BITS) - 1;
 
-/// A word that several processes change, each step in one order for all of them (sequentially consistent).
+/// A word that several processes change; all of them see its changes in one order (sequentially consistent).
 pub(crate) trait Word<V> {
     fn load(&self) -> V;
     fn store(&self, value: V);
     fn add(&self, n: V);
     fn or(&self, bits: V);
     fn and(&self, bits: V);
-    /// Makes `new` of `old`; false where it is not `old`.
+    /// Replaces `old` by `new`; false if the word is not `old`.
     fn replace(&self, old: V, new: V) -> bool;
 }
 
@@ -47,35 +47,35 @@ macro_rules! word {
 word!(AtomicU32, u32);
 word!(AtomicU64, u64);
 
-/// The words, and what is done with them.
+/// The words, and the steps on them.
 pub(crate) trait References {
     /// A word of 32 bits.
     type Half: Word<u32>;
     /// A word of 64 bits.
     type Whole: Word<u64>;
 
-    /// How many clusters there are.
+    /// Number of clusters.
     fn clusters(&self) -> u32;
-    /// One past the highest row that was ever used.
+    /// One more than the highest row ever used.
     fn used_rows(&self) -> usize;
-    /// Rows inherited so far.
+    /// Number of rows inherited so far.
     fn forks(&self) -> &Self::Half;
-    /// Of a cluster: a generation, and the row of the claimer + 1; 0 there: it is free.
+    /// A cluster's owner word: a generation, and the claimer's row + 1; 0 there means free.
     fn owner(&self, cluster: u32) -> &Self::Half;
-    /// Bits of the 64 clusters from `64 * word` on that were being written to by a process when that ended.
+    /// Bits of the 64 clusters from `64 * word` on to which a process was writing when it ended.
     fn late(&self, word: usize) -> &Self::Whole;
-    /// Bits of the 64 clusters from `64 * word` on that a row refers to.
+    /// Bits of the 64 clusters from `64 * word` on to which a row refers.
     fn bits(&self, row: usize, word: usize) -> &Self::Whole;
-    /// The clusters that a row's process writes to just now, each + 1.
+    /// The clusters that a row's process is writing to, each + 1.
     fn writing(&self, row: usize) -> &[Self::Half];
 
-    /// Claims the first free cluster for the process of row `me`, a late one only where there is no other.
+    /// Claims the first free cluster for row `me`'s process; a late one only if there is no other.
     fn claim_cluster(&self, me: usize) -> Option<u32> {
         let any = |late: bool| (0..self.clusters()).find(|cluster| self.claim(*cluster, me, late));
         any(false).or_else(|| any(true))
     }
 
-    /// Claims the first `n` clusters side by side that are free, and not late; the first of them.
+    /// Claims the first `n` adjacent clusters that are free and not late; returns the first of them.
     fn claim_side_by_side(&self, me: usize, n: u32) -> Option<u32> {
         let all = self.clusters();
         let mut first = 0;
@@ -88,9 +88,9 @@ pub(crate) trait References {
         None
     }
 
-    /// Claims a cluster if it is free, and `late` or not.
+    /// Claims a cluster if it is free and `late` as given.
     fn claim(&self, cluster: u32, me: usize, late: bool) -> bool {
-        // (Who freed it had said before whether it is late.)
+        // Whoever freed it had said before whether it is late.
         let old = self.owner(cluster).load();
         let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
         let free = old & OWNER_MASK == 0 && self.is_late(cluster) == late;
@@ -101,7 +101,7 @@ pub(crate) trait References {
         true
     }
 
-    /// Gives up the reference of row `me` to a cluster, which is free with the last one.
+    /// Gives up row `me`'s reference to a cluster, which is free with the last one.
     fn release_cluster(&self, me: usize, cluster: u32) {
         let owner = self.owner(cluster).load();
         self.bits(me, cluster as usize / 64).and(!(1 << (cluster % 64)));
@@ -110,7 +110,7 @@ pub(crate) trait References {
         }
     }
 
-    /// Has a row refer to a cluster.
+    /// Makes a row refer to a cluster.
     fn refer(&self, row: usize, cluster: u32) {
         self.bits(row, cluster as usize / 64).or(1 << (cluster % 64));
     }
@@ -131,23 +131,23 @@ pub(crate) trait References {
         }
     }
 
-    /// Whether a process may write to a cluster that it refers to: nobody else reads there, or may be writing still.
+    /// Whether a process may write to a cluster that it refers to: nobody else reads there, or may still be writing.
     fn may_write(&self, me: usize, cluster: u32) -> bool {
-        // (In this order: who empties another's row marks what is late first.)
+        // The order matters: whoever empties another's row first marks what is late.
         self.alone_with(me, cluster) && !self.is_late(cluster)
     }
 
-    /// Whether a process that has ended may be writing to a cluster still.
+    /// Whether a process that has ended may still be writing to a cluster.
     fn is_late(&self, cluster: u32) -> bool {
         self.late(cluster as usize / 64).load() & 1 << (cluster % 64) != 0
     }
 
-    /// All writes to a cluster have ended, which nobody but the caller refers to.
+    /// Notes that all writes to a cluster have ended; only the caller refers to it.
     fn settled(&self, cluster: u32) {
         self.late(cluster as usize / 64).and(!(1 << (cluster % 64)));
     }
 
-    /// Gives the row `to`, which the caller has, the references of `from`.
+    /// Gives row `to`, which is the caller's, the references of `from`.
     fn inherit(&self, from: usize, to: usize) {
         for word in 0..self.clusters().div_ceil(64) as usize {
             self.bits(to, word).store(self.bits(from, word).load());
@@ -155,9 +155,9 @@ pub(crate) trait References {
         self.forks().add(1);
     }
 
-    /// Empties a row that the caller has, and frees what nobody refers to any more.
+    /// Empties a row that is the caller's, and frees what nobody refers to any more.
     fn empty(&self, row: usize) {
-        // (Killed in the midst of it, it is the next one's to do.)
+        // If this process is killed half way, the next one does it.
         for writing in self.writing(row) {
             if let Some(cluster) = writing.load().checked_sub(1).filter(|c| *c < self.clusters()) {
                 self.late(cluster as usize / 64).or(1 << (cluster % 64));
@@ -173,7 +173,7 @@ pub(crate) trait References {
     }
 }
 
-/// The steps in every order in which a thread is interrupted three times at most.
+/// Runs the steps in every order in which a thread is interrupted at most three times.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -181,8 +181,8 @@ mod tests {
     use loom::sync::atomic::{AtomicU32 as Half, AtomicU64 as Whole, Ordering::AcqRel};
     use loom::thread;
 
-    // (loom takes a sequentially consistent load for an acquiring one, which may see what is past. One that changes nothing, but
-    // could, does not.)
+    // loom takes a sequentially consistent load for an acquiring one, which may see an old value. A read-modify-write that
+    // changes nothing does not.
     macro_rules! loomed {
         ($name:ident, $atomic:ty, $value:ty) => {
             struct $name($atomic);
@@ -259,8 +259,8 @@ mod tests {
         }
     }
 
-    /// Runs a model, which says whether all was right; in how many orders it was, and was not. (A panic inside of loom's model may
-    /// hang it.)
+    /// Runs a model that returns whether all was right. Returns in how many orders it was, and in how many it was not. (A panic
+    /// inside loom's model may hang it.)
     fn check(model: impl Fn() -> bool + Sync + Send + 'static) -> [usize; 2] {
         let counts = std::sync::Arc::new([0, 0].map(std::sync::atomic::AtomicUsize::new));
         let seen = counts.clone();
@@ -295,8 +295,8 @@ mod tests {
         });
     }
 
-    /// Whether a cluster is kept for a child that inherits it just now, by these steps. (Its row comes before its parent's, so that who
-    /// looks may have passed it.)
+    /// Whether a cluster is kept for a child that inherits it just now, by these steps. (Its row comes before its parent's, so
+    /// that another process that looks may have passed it.)
     fn is_kept(inherit: fn(&Books, usize, usize)) -> bool {
         let (child, parent, other) = (0, 1, 2);
         let books = Arc::new(Books::new(3));
@@ -315,7 +315,7 @@ mod tests {
     #[test]
     fn what_a_child_inherits_just_now_is_not_free() {
         always(|| is_kept(Books::inherit));
-        // Where that is not counted it may be: the model sees it.
+        // If the fork is not counted it may be freed: the model finds that.
         let [_, wrong] = check(|| is_kept(|books, _, child| books.refer(child, 0)));
         assert!(wrong > 0);
     }
@@ -325,7 +325,7 @@ mod tests {
         for bit in [false, true] {
             always(move || {
                 let books = Arc::new(Books::new(2));
-                // Killed before it could set its bit, or after.
+                // The claimer was killed before it could set its bit, or after.
                 books.owner.store(1 << OWNER_BITS | 1);
                 if bit {
                     books.refer(0, 0);

@@ -3,12 +3,12 @@
 //! ```text
 //! nonce (24) │ tag (16) │ encrypted: first page's number, object, padding
 //! ```
-//! XChaCha20-Poly1305, from the RustCrypto crate. The key is drawn when the process starts and is nowhere but in its
-//! memory, which is left out of core dumps; with the process, what it wrote is unreadable. A forked child has its
-//! parent's pages on disk and therefore its key. No nonce is used twice with a key: its first 16 bytes are drawn anew in
-//! each process, the others count. The place where it was written is authenticated with it: a block that comes back from
-//! elsewhere, from a server that mixes them up, is none. (One from there that is older is not that of the checksum.) What does not authenticate is taken as a failed read: the page is read again, and lost
-//! in the end, and its process told.
+//! The cipher is XChaCha20-Poly1305, from the RustCrypto crate. The key is drawn when the process starts, and is only in its
+//! memory, which is left out of core dumps; when the process ends, what it wrote is unreadable. A forked child has its parent's
+//! pages on disk, and therefore its key. No nonce is used twice with a key: its first 16 bytes are drawn anew in each process,
+//! and the others count. The place on disk is authenticated too, so a block that comes back from another place, from a server
+//! that mixes them up, is refused. (An older block of the same place does not match the checksum.) What does not authenticate
+//! counts as a failed read: the page is read again, and in the end lost, and its process is told.
 
 use chacha20poly1305::{AeadInPlace, KeyInit, Tag, XChaCha20Poly1305, XNonce};
 use uzswap_mm::swapfile::Place;
@@ -16,19 +16,19 @@ use uzswap_sys::raw;
 
 const NONCE: usize = 24;
 const TAG: usize = 16;
-/// Bytes in front of what is encrypted.
+/// Bytes in front of the encrypted data.
 pub(super) const SEAL: usize = NONCE + TAG;
 
-/// A key, and the nonces that were not used yet.
+/// A key, and the nonces not used yet.
 pub(super) struct Seal {
     cipher: XChaCha20Poly1305,
-    /// Of this process alone.
+    /// Belongs to this process alone.
     salt: [u8; 16],
     count: u64,
 }
 
 impl Seal {
-    /// A new key; None when the kernel gives no random numbers.
+    /// Draws a new key; None if the kernel gives no random numbers.
     pub(super) fn new() -> Option<Self> {
         let mut key = [0; 32];
         raw::random(&mut key).ok()?;
@@ -36,18 +36,18 @@ impl Seal {
         seal.renew().then_some(seal)
     }
 
-    /// In a forked child: nonces that its parent does not use. False when there are no random numbers; then nothing may
-    /// be sealed.
+    /// In a forked child: switches to nonces that its parent does not use. Returns false if there are no random numbers; nothing
+    /// may be sealed then.
     #[must_use]
     pub(super) fn renew(&mut self) -> bool {
         self.count = 0;
         raw::random(&mut self.salt).is_ok()
     }
 
-    /// Encrypts what follows the first [`SEAL`] bytes, in place.
+    /// Encrypts in place what follows the first [`SEAL`] bytes.
     ///
     /// # Panics
-    /// When there are fewer.
+    /// If there are fewer bytes.
     pub(super) fn close(&mut self, space: &mut [u8], place: Place) {
         self.count += 1;
         let (front, body) = space.split_at_mut(SEAL);
@@ -58,7 +58,7 @@ impl Seal {
         tag.copy_from_slice(&made.expect("an object is far below the cipher's limit of 256 GiB"));
     }
 
-    /// Decrypts what follows the first [`SEAL`] bytes, in place; false when it is not what was closed with this key for this place.
+    /// Decrypts in place what follows the first [`SEAL`] bytes; false if it was not closed with this key for this place.
     pub(super) fn open(&self, space: &mut [u8], place: Place) -> bool {
         if space.len() < SEAL {
             return false;

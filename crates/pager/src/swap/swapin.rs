@@ -1,23 +1,23 @@
-//! Reading back: swap file to pool, before a fault on the page is served.
+//! Reading back, from the swap file to the pool, before a fault on the page is served.
 //!
-//! The fault path never waits for the disk with the lock held, nor does one fault hold up another: a request for a page on
-//! disk stays in the handler's list until the page is in the pool, and is then served as any other. What is read along
-//! with an object, because it lies in the same blocks, goes to the pool too if somebody still wants it.
+//! The fault path never waits for the disk with the lock held, and no fault holds up another: a request for a page on disk stays
+//! in the handler's list until the page is in the pool, and is then served as any other. What is read along with an object, as it
+//! lies in the same blocks, goes to the pool too if somebody still wants it.
 //!
 //! ```text
 //! fault ─ want: a read of the object, and a window around it, is begun ┈┈┈ land: what came is checked, and installed
 //!           └ a read that is under way brings it too: nothing is begun         └ still on disk: tried again, or lost
 //! ```
-//! A read is for a *place*, and what happens to the page meanwhile (it is unmapped, moved by mremap, inherited by a child,
-//! read along with another, or its place is given up and has another object now) needs no word to anybody: when the read
-//! ends, what was read is believed only if the checksum is that of the books *then*, and installed only for pages whose
-//! entries name the place *then*. A read that fails, or gives something else, is tried again a few times, each time from
-//! the start; then the page is lost, for this process alone, and it is told. (What was right and found no room in the pool is
-//! not lost: it is read again until there is.) The tries of a fault are those of reads that
-//! were begun for its page; where it only waited for another's window it has a read of its own next.
+//! A read is for a *place*. Nobody needs to tell it what happens to the page meanwhile (it is unmapped, moved by mremap,
+//! inherited by a child, read along with another, or its place is given up and holds another object now). When the read ends, its
+//! data is believed only if it has the checksum that the books have *then*, and is installed only for pages whose entries name
+//! the place *then*. A read that fails, or returns something else, is tried a few more times, each time from the start; then the
+//! page is lost, for this process alone, which is told. (Data that was right and found no room in the pool is not lost: it is
+//! read again until there is room.) The tries of a fault are those of reads begun for its page; a fault that only waited for
+//! another one's window next has a read of its own.
 //!
-//! Where reads follow each other in the file the next range is read before anybody asks ([`Pager::read_ahead`]), so that
-//! the disk works while the program does.
+//! Where reads follow each other in the file the next range is read before anybody asks ([`Pager::read_ahead`]), so that the disk
+//! works while the program does.
 
 use super::io::Trouble;
 use super::kept::OnDisk;
@@ -39,59 +39,59 @@ use uzswap_sys::thread;
 
 /// Reads of one object before it is given up.
 const TRIES: u32 = 4;
-/// When an object that was read and found no room in the pool is read again (nanoseconds).
+/// Pause before an object is read again that found no room in the pool (nanoseconds).
 const NO_ROOM_NS: u64 = 4_000_000;
-/// Reads ahead of all faults under way at once, at most: in all streams, and in one.
+/// Most reads under way ahead of all faults: in all streams, and in one.
 const MOST_AHEAD: usize = 5;
 const MOST_IN_STREAM: usize = 2;
 
-/// What became of an object that was read.
+/// Outcome of installing an object that was read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Installed {
     Yes,
-    /// Nobody wants it any more, or it is none.
+    /// Nobody wants it any more, or it is no object.
     No,
     /// The pool has no room for it.
     NoRoom,
 }
 
-/// A fault that was read and not served yet.
+/// A fault that was read and is not served yet.
 #[derive(Clone, Copy)]
 pub(crate) struct Waiting {
-    /// What it asked for.
+    /// The request.
     pub(crate) r: Request,
-    /// Reads that were begun for its page and did not bring it.
+    /// Reads begun for its page that did not bring it.
     tries: u32,
-    /// Whether another's read was to bring it along and did not.
+    /// Whether another fault's read should have brought it along and did not.
     alone: bool,
     /// When it may be tried again (monotonic nanoseconds).
     retry_at: u64,
-    /// Since when it waits for the disk (monotonic nanoseconds), 0 when it does not.
+    /// Since when it waits for the disk (monotonic nanoseconds); 0 if it does not.
     since: u64,
-    /// Whether a thread waits for it, and so stalls.
+    /// Whether a thread waits for it, which is therefore stalled.
     stalls: bool,
-    /// Whether the reclaim thread waits for it: what it does then is to make room.
+    /// Whether the reclaim thread waits for it; serving it makes room.
     pub(crate) own: bool,
 }
 
 impl Waiting {
-    /// A fault just read.
+    /// A fault that was just read.
     pub(crate) fn new(r: Request) -> Self {
         Self { r, tries: 0, alone: false, retry_at: 0, since: 0, stalls: true, own: false }
     }
 
-    /// A page that is wanted though nobody has touched it.
+    /// A page that is wanted though no thread has touched it.
     ///
-    /// The story: a process that was let go of had 64 pages at a time brought from disk so, and was said to have stalled for five times as
-    /// long as it ran.
+    /// The story: a process that was let go of had its pages brought from disk in this way, 64 at a time. It was said to have
+    /// stalled for five times as long as it ran.
     pub(crate) fn asked(vpn: u64) -> Self {
         Self { stalls: false, ..Self::new(Request { vpn, write: false, protected: false }) }
     }
 }
 
 impl Pager {
-    /// Sees to it that the page of a fault, if it is on disk, is being read. Returns when it is to be asked again, if the
-    /// page must not be read before.
+    /// If the page of a fault is on disk, makes sure that it is being read. If the page must not be read yet, returns when to ask
+    /// again.
     pub(crate) fn want(&self, s: &State, reads: &mut Reads, waiting: &mut Waiting) -> Option<u64> {
         let pte = s.pt.get(waiting.r.vpn);
         if pte.tag() != Tag::Disk {
@@ -111,7 +111,7 @@ impl Pager {
         if waiting.retry_at > now {
             return Some(waiting.retry_at);
         }
-        // (What failed is tried by itself: its neighbours' blocks may be what cannot be read.)
+        // What failed is read by itself: the blocks of its neighbours may be the unreadable ones.
         let (at, len) = match waiting.tries {
             0 => swap.readahead.range(offset(place), object.len, swap.books.cluster_bytes(), BUFFER),
             _ => (offset(place), object.len),
@@ -121,8 +121,8 @@ impl Pager {
         None
     }
 
-    /// Begins to read what comes next in the file, where faults have been in sequence there: in the streams of which
-    /// least is under way first. Not while room is waited for, which it would take.
+    /// Begins to read what comes next in the file where faults have been in sequence; first in the streams with the least under
+    /// way. Not while threads wait for room, which it would take.
     pub(crate) fn read_ahead(&self, s: &State, reads: &mut Reads) {
         let Some(swap) = s.swap.as_ref() else { return };
         if swap.readahead.ahead().next().is_none() || self.waits_for_disk(s) {
@@ -131,7 +131,7 @@ impl Pager {
         for under_way in 0..MOST_IN_STREAM {
             for ahead in swap.readahead.ahead() {
                 let all = reads.iter().filter(|read| read.place.is_none()).count();
-                // (The last slot is for a fault.)
+                // The last slot is for a fault.
                 if all >= MOST_AHEAD || reads.free() <= 1 {
                     return;
                 }
@@ -148,7 +148,7 @@ impl Pager {
         }
     }
 
-    /// Ends the reads that have ended: what they brought goes to the pool, and what they did not is tried again or lost.
+    /// Completes the reads that have ended: what they brought goes to the pool; what they did not bring is tried again or lost.
     pub(crate) fn land(&self, s: &mut State, reads: &mut Reads, waiting: &mut [Waiting]) {
         while reads.take(|read, bytes, result| {
             let mut room = true;
@@ -163,7 +163,7 @@ impl Pager {
         }) {}
     }
 
-    /// What a read that has ended means for a fault; `room`: the pool had room for what it was begun for.
+    /// What the end of a read means for a fault; `room`: the pool had room for the object that the read was begun for.
     fn read_ended(&self, s: &mut State, read: &Read, w: &mut Waiting, room: bool) {
         let pte = s.pt.get(w.r.vpn);
         if pte.tag() != Tag::Disk {
@@ -178,12 +178,12 @@ impl Pager {
             return;
         }
         if !room {
-            // It is there, and right: it waits for the pool, however long that takes.
+            // The object is there and right: it waits for the pool, however long that takes.
             w.retry_at = thread::now_ns() + NO_ROOM_NS;
             return;
         }
         self.tell(Trouble::Read);
-        // (What another fault on it began is no last try: see `lasts`.)
+        // A read that another fault on the page began is no last try: see `lasts`.
         if w.tries + 1 == TRIES && !read.lasts() {
             return;
         }
@@ -191,7 +191,7 @@ impl Pager {
         if w.tries == TRIES {
             return self.lose(s, w.r.vpn);
         }
-        // The first time at once: it may have been written anew meanwhile.
+        // The first retry is at once: the object may have been written anew meanwhile.
         w.retry_at = if w.tries > 1 { thread::now_ns() + (62_500 << (2 * w.tries)) } else { 0 };
     }
 
@@ -201,8 +201,8 @@ impl Pager {
         fd >= 0 && uzswap_sys::uffd::is_readable(fd)
     }
 
-    /// Puts what was read where it belongs: the objects that are waited for, and what came along. False when what it was
-    /// begun for is right and found no room in the pool.
+    /// Puts what was read where it belongs: the objects that are waited for, and what came along. Returns false if the object
+    /// that the read was begun for is right and found no room in the pool.
     fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], waiting: &[Waiting]) -> bool {
         let Some(swap) = s.swap.as_mut() else { return true };
         swap.look_for_room(self);
@@ -216,7 +216,7 @@ impl Pager {
             let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes, place));
             let bytes = if seal.is_some() && right { &bytes[SEAL..] } else { &bytes[..] };
             if !right {
-                // (What came along may have been half written yet.)
+                // What came along may have been half written.
                 self.counters().swap_read_errors.fetch_add(u64::from(read.place == Some(place)), Relaxed);
                 continue;
             }
@@ -254,7 +254,7 @@ impl Pager {
             return Installed::No;
         }
         let ahead = if is_wanted { 0 } else { object::AHEAD };
-        // (Its pages may be elsewhere than when it was written.)
+        // Its pages may be elsewhere than when it was written.
         let new = Header { flags: object::REFERENCED | ahead, vpn: base, ..head };
         let hashes = |to: &mut [u8]| object::set_hashes(to, 0, object::hashes(stored));
         let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps);
@@ -291,8 +291,8 @@ impl Pager {
     }
 }
 
-/// Where an object belongs: a page that is waited for says so itself, as it may have been moved since (mremap), and where its
-/// object's pages were moved apart each may say something else.
+/// The first pages at which an object belongs. A page that is waited for says it itself, as mremap may have moved it since; if
+/// the object's pages were moved apart, they may differ.
 fn bases(s: &State, place: Place, waiting: &[Waiting]) -> Vec<u64> {
     let mut bases = Vec::new();
     for w in waiting {
@@ -305,15 +305,15 @@ fn bases(s: &State, place: Place, waiting: &[Waiting]) -> Vec<u64> {
     bases
 }
 
-/// Whether an object has pages that are on disk only.
+/// Whether an object has pages that are only on disk.
 fn is_wanting(object: &Object) -> bool {
     object.live & !object.kept != 0
 }
 
 impl Swap {
-    /// The part of a range of the file from the first to the last object of this process in it, in whole blocks: beyond
-    /// them there is nothing to read, or the file (or a server's key) may even end, as it does where something is just
-    /// being written. None where there is no object.
+    /// The part of a range of the file from this process's first object in it to its last, in whole blocks. Beyond them there is
+    /// nothing to read, and the file (or a server's key) may even end there, as it does where something is just being written.
+    /// None if there is no object.
     fn trimmed(&self, at: u64, len: usize) -> Option<(u64, usize)> {
         let there = |place| !self.writing.iter().any(|(from, to)| (*from..*to).contains(&offset(place)));
         let mine = self.books.objects_within(at, len).filter(|(place, o)| is_wanting(o) && there(*place));
@@ -324,9 +324,9 @@ impl Swap {
         Some((at, (end - at) as usize))
     }
 
-    /// The next range of a stream, behind what is under way in it, in which there is something of this process's on disk
-    /// only. What crosses the border to the range before is in neither if it is not looked for: so one block of that is
-    /// looked at again.
+    /// The next range of a stream, behind what is under way in it, that holds something of this process's which is only on disk.
+    /// An object that crosses the border to the previous range is in neither unless it is looked for; so one block of that range
+    /// is examined again.
     fn next_in(&self, ahead: &Ahead, reads: &Reads) -> Option<(u64, usize)> {
         let own = reads.iter().filter(|read| read.stream == ahead.stream);
         let (block, cluster) = (BLOCK as u64, self.books.cluster_bytes() as u64);

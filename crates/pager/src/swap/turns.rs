@@ -1,23 +1,23 @@
-//! Whose turn it is to write back, where the pools of a group are full.
+//! Decides whose turn it is to write back when the pools of a group are full.
 //!
-//! The pool-full path goes round the groups below the full one, from the moment their pools exceed `max_pool_percent` of its
-//! limit until they are down to `accept_threshold_percent` of that. Each process has its own list, which no other can touch,
-//! so going round is this: the group's page has, for each member, how far it has gone ([`Slot::turn`]), and a member goes on
-//! while it is less than [`TURN`] pages ahead of the one furthest behind, which it wakes otherwise. What is counted is pages
-//! *met*, as in the kernel: a group whose memory is in use gives its second chances, one whose memory is idle gives that.
+//! The pool-full path goes round the groups below the full one, from the moment at which their pools exceed `max_pool_percent` of
+//! its limit until they are down to `accept_threshold_percent` of that. Each process has its own list, which no other can touch.
+//! So the group's page has, for each member, how far it has come ([`Slot::turn`]). A member goes on while it is less than
+//! [`TURN`] pages ahead of the one furthest behind; otherwise it wakes that one. What is counted is pages *met*, as in the
+//! kernel: a group whose memory is in use gives its second chances, and one whose memory is idle gives the memory.
 //!
 //! ```text
 //!  group a   ████████████░░░░   ahead by a turn: waits, and wakes those behind
 //!  group b   ████████           one process with 3/4 of the group's pool, one with 1/4: they have met 3 pages to 1,
 //!            █████████          which is as far for each
 //! ```
-//! In a group pages are met in proportion to the pools of its members, as if they were on one list, between groups evenly:
-//! a member's pages count as many as its group's pool is larger than its own. That the group is full is kept in the page too
+//! Within a group pages are met in proportion to the members' pools, as if they were on one list, and between groups evenly: a
+//! member's pages count as many times as its group's pool is larger than its own. The page also holds whether the group is full
 //! ([`Node::pool_full`]), so all stop together.
 //!
-//! Nobody holds a turn, so nobody who is killed or stopped takes one along. Who cannot write (it is forbidden, its disk
-//! fails, there is nothing on its list) says so and is not waited for; who does not go on within [`PATIENCE_NS`] is passed
-//! over until it runs again. One that comes late, or back, is at most [`MOST_LAG`] pages behind.
+//! Nobody holds a turn, so a member that is killed or stopped takes none along. A member that cannot write (it is forbidden, its
+//! disk fails, or its list is empty) says so and is not waited for. One that makes no progress within [`PATIENCE_NS`] is passed
+//! over until it runs again. A member that comes late, or comes back, is at most [`MOST_LAG`] pages behind.
 
 use super::Swap;
 use super::writeback::RUN_BYTES;
@@ -30,64 +30,64 @@ use uzswap_sys::{lock, thread};
 
 /// Pages that a member may be ahead of another: some writes' worth.
 const TURN: u64 = 512;
-/// Pages that it may be behind; it does not make up for more.
+/// Pages that a member may be behind; it does not make up for more.
 const MOST_LAG: u64 = 4 * TURN;
-/// Bytes of a pool below which its owner is not waited for.
+/// With a smaller pool (bytes) a member is not waited for.
 const LEAST_POOL: u64 = 256 << 10;
-/// How long somebody is waited for who does not go on (nanoseconds).
+/// How long a member that makes no progress is waited for (nanoseconds).
 const PATIENCE_NS: u64 = 100_000_000;
-/// How often it is looked whether it is one's turn (nanoseconds).
+/// How often a member checks whether it is its turn (nanoseconds).
 pub(super) const LOOK_NS: u64 = 1_000_000;
 
-/// No thread of the member writes ([`Slot::writer`]).
+/// [`Slot::writer`]: no thread of the member writes.
 pub const WRITER_NONE: u32 = 0;
-/// One does when it is its turn.
+/// A thread writes when it is the member's turn.
 pub const WRITER_READY: u32 = 1;
-/// One cannot now, or did not when it was waited for.
+/// The member's thread cannot write now, or did not when it was waited for.
 pub const WRITER_PASSES: u32 = 2;
 
-/// What the writing thread is to do.
+/// A task for the writing thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Task {
-    /// Bytes to free because the pools are full.
+    /// Bytes to free, as the pools are full.
     pub bytes: usize,
-    /// Pages it may meet for that now.
+    /// Pages that it may meet now for that.
     pub pages: usize,
-    /// Whether objects are due to be met because reclaim presses the pool.
+    /// Whether objects are due to be met, as reclaim presses the pool.
     pub due: bool,
-    /// How far a page that is met brings it: times this, by the next.
+    /// A page that is met advances the member by `group_pool` / `own_pool`.
     pub group_pool: usize,
     /// See `group_pool`.
     pub own_pool: usize,
 }
 
-/// Whether it is to do anything.
+/// Whether the writing thread has to do something.
 pub(super) enum Wanted {
-    /// No.
+    /// There is nothing to do.
     Nothing,
-    /// It would be, but cannot: it is forbidden, or there is nothing to gain.
+    /// There is, but it cannot: it is forbidden, or nothing would be gained.
     Unable,
-    /// Others are to go first.
+    /// Others must go first.
     NotYet,
-    /// Yes.
+    /// There is this to do.
     Work(Task),
 }
 
-/// What a member sees of the others.
+/// A member's view of the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Look {
-    /// How far the one furthest behind is; none if there is no other.
+    /// How far the one furthest behind has come; None if there is no other.
     least: Option<u64>,
-    /// How far it is itself.
+    /// How far this member has come.
     mine: u64,
     /// Bytes of the pools in its own group.
     group_pool: usize,
-    /// Groups that take part.
+    /// Number of groups that take part.
     groups: usize,
 }
 
 impl Look {
-    /// Looks at the members of the full group `full` and those below, as member `me` whose pool has `own` bytes.
+    /// The view of member `me`, whose pool has `own` bytes, of the members of the full group `full` and those below.
     fn at(page: &GroupPage, full: usize, me: usize, own: usize) -> Self {
         let node = |slot: &Slot| (slot.node.load(Relaxed) as usize).min(NODES - 1);
         let (slot, group) = (&page.slots[me], node(&page.slots[me]));
@@ -116,14 +116,14 @@ impl Look {
         look
     }
 
-    /// Pages it may meet now, whose pool has `own` bytes.
+    /// Pages that this member, whose pool has `own` bytes, may meet now.
     fn pages(&self, own: usize) -> usize {
         let Some(least) = self.least else { return usize::MAX };
         let ahead = u128::from((least + TURN).saturating_sub(self.mine));
         (ahead * own as u128).div_ceil(self.group_pool as u128) as usize
     }
 
-    /// Its part of `bytes` that are to be freed.
+    /// This member's part of `bytes` to be freed.
     fn part(&self, bytes: usize, own: usize) -> usize {
         (bytes as u128 * own as u128 / (self.group_pool as u128 * self.groups as u128)) as usize
     }
@@ -133,7 +133,7 @@ impl Look {
     }
 }
 
-/// The members of a group and those below it who take part in going round, but for `me`.
+/// The members of a group and those below it that take part in the round, except `me`.
 fn others(page: &GroupPage, full: usize, me: usize) -> impl Iterator<Item = &Slot> {
     let takes_part = move |slot: &Slot| {
         let node = (slot.node.load(Relaxed) as usize).min(NODES - 1);
@@ -147,7 +147,7 @@ fn others(page: &GroupPage, full: usize, me: usize) -> impl Iterator<Item = &Slo
 }
 
 impl Pager {
-    /// What the writing thread is to do now. Nothing where it is forbidden; `memory.swap.max` counts that.
+    /// The writing thread's task now. Nothing if writing back is forbidden; `memory.swap.max` counts that.
     pub(super) fn write_back_wanted(&self, s: &State, swap: &mut Swap) -> Wanted {
         let (excess, full) = self.fullest(s, swap);
         let due = swap.is_pressed(s);
@@ -163,7 +163,7 @@ impl Pager {
         }
         let own = s.pool.held_bytes();
         let look = Look::at(self.group, full, self.slot.load(Relaxed), own);
-        // (What is held stays held until whole slabs are empty: an object's room is used again before.)
+        // Freed memory stays held until whole slabs are empty, and objects reuse the room before.
         let slack = own.saturating_sub(s.pool.used_bytes() / 3 * 4);
         let bytes = look.part(excess, own).saturating_sub(slack);
         let pages = look.pages(own);
@@ -180,7 +180,7 @@ impl Pager {
         }
     }
 
-    /// Bytes the pools are to be rid of, in the group of the chain where that is most, and which it is.
+    /// Bytes that the pools must get rid of in the group of the chain where that is most; and that group.
     fn fullest(&self, s: &State, swap: &Swap) -> (usize, usize) {
         let mut worst = (0, self.node);
         for (held, most, accept, at) in self.pools(s, swap) {
@@ -198,7 +198,7 @@ impl Pager {
         worst
     }
 
-    /// Wakes those it waits for; passes over them when they did not go on for some time.
+    /// Wakes the members that this one waits for, and passes over those that have made no progress for some time.
     fn wake_those_behind(&self, swap: &mut Swap, full: usize, look: &Look) {
         let (least, now) = (look.least.unwrap_or(0), thread::now_ns());
         if swap.waits_for.0 != least {
@@ -213,19 +213,19 @@ impl Pager {
         }
     }
 
-    /// It has met so many pages of its task.
+    /// Notes that it has met this many pages of its task.
     pub(super) fn took_turn(&self, task: &Task, pages: usize) {
         let far = pages as u128 * task.group_pool as u128 / task.own_pool.max(1) as u128;
         self.me().turn.fetch_add(far as u64, Relaxed);
     }
 
-    /// Whether this process can write when it is its turn.
+    /// Publishes whether this process can write when it is its turn.
     pub(super) fn takes_part(&self, can: bool) {
         self.me().writer.store(if can { WRITER_READY } else { WRITER_PASSES }, Relaxed);
     }
 }
 
-/// Wakes a member's writing thread, which looks whether there is something for it to do.
+/// Wakes a member's writing thread, which then checks whether it has something to do.
 pub fn wake_writer(slot: &Slot) {
     slot.swap_wake.fetch_add(1, Release);
     lock::futex_wake(&slot.swap_wake, 1, true);
@@ -237,7 +237,7 @@ mod tests {
     use crate::testing;
     use uzswap_sys::process::Identity;
 
-    /// A tree `root` with groups `a` and `b`; members with pools of so many MiB, in those groups.
+    /// A tree `root` with groups such as `a` and `b`, and members in them with pools of so many MiB.
     fn tree(members: &[(&[u8], u64)]) -> &'static GroupPage {
         let page = testing::group();
         for (i, (name, mib)) in members.iter().enumerate() {
@@ -256,7 +256,7 @@ mod tests {
         page.slots[me].pool.load(Relaxed) as usize
     }
 
-    /// One round of the member's writing thread that meets all it may, at most 100 pages; how many that were.
+    /// One round of the member's writing thread that meets all it may, at most 100 pages; returns how many it met.
     fn round(page: &GroupPage, me: usize) -> u64 {
         let own = own(page, me);
         let look = Look::at(page, 0, me, own);
@@ -265,7 +265,7 @@ mod tests {
         pages
     }
 
-    /// Pages that each has met when the first gets no further, however fast each is.
+    /// Pages that each has met when the first gets no further, whatever their speeds.
     fn race(page: &GroupPage, speeds: &[usize], rounds: usize) -> Vec<u64> {
         let mut met = vec![0; speeds.len()];
         for _ in 0..rounds {
@@ -287,7 +287,8 @@ mod tests {
 
     #[test]
     fn who_cannot_write_is_not_waited_for() {
-        // In this order: has no writing thread, cannot now, is forbidden, has next to nothing, is in another tree's group.
+        // In this order: has no writing thread, cannot write now, is forbidden to, has next to nothing, is in another tree's
+        // group.
         let page = tree(&[(b"a", 8), (b"b", 8), (b"b", 8), (b"c", 8), (b"d", 8), (b"e", 8)]);
         page.slots[1].writer.store(WRITER_NONE, Relaxed);
         page.slots[2].writer.store(WRITER_PASSES, Relaxed);
@@ -298,7 +299,7 @@ mod tests {
         let look = Look::at(page, 0, 0, 8 << 20);
         assert_eq!((look.least, look.groups, look.part(1000, 8 << 20)), (None, 1, 1000));
         assert_eq!(look.pages(8 << 20), usize::MAX);
-        // Where only the own group is full, the others are no matter either.
+        // If only the member's own group is full, the others do not matter either.
         page.slots[1].writer.store(WRITER_READY, Relaxed);
         let a = page.child(0, b"a").unwrap();
         assert_eq!(Look::at(page, a, 0, 8 << 20).least, None);
@@ -312,7 +313,7 @@ mod tests {
         let met = race(page, &[1, 0], 100);
         assert_eq!(met, [TURN - 1, 0]);
         assert!(Look::at(page, 0, 0, 8 << 20).is_behind(&page.slots[1]));
-        // Passed over it holds nobody up; it comes back far behind, but not by all it has missed.
+        // A member that is passed over holds nobody up. It comes back far behind, but not by all that it missed.
         page.slots[1].writer.store(WRITER_PASSES, Relaxed);
         let alone = race(page, &[1, 0], 100);
         assert_eq!(alone, [10_000, 0]);

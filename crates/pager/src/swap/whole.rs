@@ -1,4 +1,4 @@
-//! Folios that are not to enter the pool (`--large-folios`; all, where `memory.zswap.max` is 0) go to the swap file whole.
+//! Writes folios that may not enter the pool to the swap file whole (`--large-folios`; all folios where `memory.zswap.max` is 0).
 //!
 //! ```text
 //! staged ─ compressed ─▶ waits: objects in the pool, on no list ─ room for all, side by side ─▶ written ─▶ Disk
@@ -6,14 +6,15 @@
 //!                          ▼ the disk fails: split before, as ever           ▼
 //!                        staged, in parts that may enter         cut into parts that may enter: the pool's from now on
 //! ```
-//! Its objects ([`object::WAITING`]) are in the pool only until they are written, so that there is never a moment at which its bytes
-//! are nowhere; so much may wait ([`Pager::enough_waits`]), and who faults or reclaims waits for the writer then. All that holds for
-//! what is written back holds for them: a fault wins, and mremap makes an object one of the pool as any other.
+//! A folio's objects ([`object::WAITING`]) are in the pool only until they are written, so that its bytes are always somewhere.
+//! Only so much may wait ([`Pager::enough_waits`]); beyond that, threads that fault or reclaim wait for the writer. Everything
+//! that holds for objects being written back holds for these: a fault wins, and mremap turns such an object into an ordinary one
+//! of the pool.
 //!
-//! The writer takes them before what the shrinker chooses. Room for all of a folio is found at once: behind the last object
-//! of a cluster, or in clusters side by side that are claimed for it. So nothing else comes to lie between its objects, which are written
-//! in as many runs as it takes. With a server there is no such thing as room side by side: what is only too large for the pool is split
-//! there. Where nothing may enter it all goes this way, with a server as with a file.
+//! The writer takes them before anything that the shrinker chooses. It finds room for the whole folio at once: behind the last
+//! object of a cluster, or in adjacent clusters claimed for it. So nothing else comes to lie between its objects, which are
+//! written in as many runs as it takes. A server has no adjacent room, so there a folio that is only too large for the pool is
+//! split. Where nothing may enter the pool everything goes this way, with a server as with a file.
 
 use super::fill::{board, drop_copies};
 use super::references::References;
@@ -31,27 +32,27 @@ use uzswap_mm::swapfile::{BLOCK, GRAIN, Run};
 use uzswap_sys::process::Identity;
 use uzswap_sys::thread;
 
-/// Bytes that wait to be written at least, and at most, before no more come: a 32nd of the limit between these.
+/// So many bytes may wait to be written: a 32nd of the limit, but at least and at most these.
 const LEAST_WAITING: usize = 1 << 20;
 const MOST_WAITING: usize = 8 << 20;
-/// For how long the disk is not asked again to take a folio as large as one for which there was no room (nanoseconds).
+/// How long the disk is not asked again to take a folio as large as one for which there was no room (nanoseconds).
 const NO_ROOM_NS: u64 = 100_000_000;
 
-/// A folio that is to be written, or is being written.
+/// A folio that waits to be written, or is being written.
 struct Folio {
     id: u32,
     order: u8,
     /// Its objects that are not aboard a write yet, first to last.
     left: VecDeque<Entry>,
-    /// Objects aboard.
+    /// Number of its objects aboard writes.
     aboard: usize,
-    /// Bytes that it takes of the pool.
+    /// Bytes of the pool that it takes.
     bytes: usize,
-    /// Its pages that are not zeros; none where it was not whole any more when it was compressed.
+    /// Number of its pages that are not zeros; None if it was no longer whole when it was compressed.
     pages: Option<usize>,
     /// Pages that have gone to disk.
     gone: usize,
-    /// The first and the last of the clusters that what is left of it goes to.
+    /// The first and the last of the clusters for the rest of it.
     room: Option<(u32, u32)>,
     /// Whether some of it has entered the pool.
     split: bool,
@@ -61,11 +62,11 @@ struct Folio {
 #[derive(Default)]
 pub(super) struct Queue {
     folios: VecDeque<Folio>,
-    /// Of all that were.
+    /// The last id given.
     last_id: u32,
     /// Bytes of the pool that they take.
     bytes: usize,
-    /// Folios of this order and larger ones found no room; until when they are not tried again (monotonic nanoseconds).
+    /// Folios of this order and larger found no room; until when they are not tried again (monotonic nanoseconds).
     no_room: (u8, u64),
 }
 
@@ -79,13 +80,13 @@ impl Queue {
     }
 }
 
-/// How far a folio got in the round that is being planned.
+/// How far a folio came in the round that is being planned.
 enum Boarded {
     /// All of it is aboard, or has gone.
     All,
     /// The run has no more room.
     Part,
-    /// A cluster claimed for it is to be given room on disk first.
+    /// A cluster claimed for it first needs room on disk.
     Extend(u32),
 }
 
@@ -95,14 +96,14 @@ impl Pager {
         swap.whole.bytes >= (self.limit() / 32).clamp(LEAST_WAITING, MOST_WAITING)
     }
 
-    /// Whether a folio that is not to enter the pool goes to disk now.
+    /// Whether a folio that may not enter the pool can go to disk now.
     pub(crate) fn may_go_whole(&self, s: &State, order: u8) -> bool {
         s.swap.as_ref().is_some_and(|swap| {
             self.takes_whole(swap, order) && self.may_swap(swap.books.used_bytes() + swap.whole.bytes, PAGE << order)
         })
     }
 
-    /// Whether a page that is not to enter the pool would go to disk now.
+    /// Whether a page that may not enter the pool could go to disk now.
     pub(crate) fn goes_directly(&self, s: &State) -> bool {
         s.swap.as_ref().is_some_and(|swap| {
             self.takes_whole(swap, 0) && self.has_swap_room(swap.books.used_bytes() + swap.whole.bytes, PAGE)
@@ -115,13 +116,13 @@ impl Pager {
             && (!swap.map.is_remote() || self.pool_is_forbidden())
             && swap.failures == 0
             && !(order >= least && thread::now_ns() < until)
-            // (What finds no room is in the pool then. Where nothing may be, no more comes before the disk has taken that.)
+            // A folio without room enters the pool. Where nothing may be there, no more comes before the disk has taken that.
             && (until == 0 || order < least || !self.pool_is_forbidden() || swap.whole.is_empty() && swap.shrinker.is_empty())
             && !self.enough_waits(swap)
             && self.may_write_back()
     }
 
-    /// The objects of a folio were stored and wait to be written.
+    /// Queues a folio whose objects were stored to be written whole.
     pub(crate) fn goes_whole(&self, s: &mut State, order: u8, entries: impl Iterator<Item = (u64, u32)>) {
         let left: VecDeque<Entry> = entries.map(|(vpn, handle)| Entry { vpn, handle }).collect();
         let objects = left.iter().map(|e| (s.live_of(e.handle).count_ones() as usize, s.header_of(*e).order));
@@ -137,7 +138,7 @@ impl Pager {
         queue.folios.push_back(Folio { id, order, left, aboard: 0, bytes, pages, gone: 0, room: None, split: false });
     }
 
-    /// Waits a little for the writer, where as much waits for it as may: for who reclaims, without the lock.
+    /// For threads that reclaim, without the lock: waits a little for the writer if as much waits as may.
     pub(crate) fn let_writer_go_on(&self) {
         let s = self.state.lock();
         if !s.swap.as_ref().is_some_and(|swap| self.enough_waits(swap)) || !self.disk_takes_over(&s) {
@@ -149,7 +150,7 @@ impl Pager {
         uzswap_sys::lock::futex_wait(&self.tier.progress, seen, Some(NO_ROOM_NS / 5), false);
     }
 
-    /// Fills a run with what waits to be written whole; none where nothing does.
+    /// Fills a run with folios that wait to be written whole; None if none waits.
     pub(super) fn plan_whole(&self, s: &mut State, swap: &mut Swap, slot: usize, buffer: &mut [u8]) -> Option<Round> {
         let (mut run, mut at, mut extend) = (None, 0, None);
         while let Some(mut folio) = swap.whole.folios.remove(at) {
@@ -213,10 +214,10 @@ impl Pager {
         Boarded::All
     }
 
-    /// Leaves out of a folio what need not be written, or cannot be as a part of it.
+    /// Drops from a folio what need not be written, or cannot be as a part of it.
     fn leave_out(&self, s: &mut State, swap: &mut Swap, folio: &mut Folio) {
         folio.left.retain(|entry| {
-            // (It has gone; another may lie there, which waits itself then, or does not. What mremap has moved is listed.)
+            // The object has gone. Another may lie there, which waits by itself or not. Objects that mremap has moved are listed.
             let Some((out, copies)) = s.pages_of(*entry) else { return false };
             let head = s.header_of(*entry);
             if head.flags & object::WAITING != object::WAITING {
@@ -227,7 +228,7 @@ impl Pager {
             if !waits {
                 object::set_flags(s.object(entry.handle), 0, object::WAITING);
                 match head.flags & object::ON_DISK != 0 && found {
-                    // (Its pages were on disk already, and have not changed.)
+                    // Its pages were on disk already, and have not changed.
                     true => _ = self.put_out_kept(s, swap, *entry, out, copies),
                     false if found => drop_copies(s, *entry, copies.into()),
                     false => swap.shrinker.rotate(*entry),
@@ -237,7 +238,7 @@ impl Pager {
         });
     }
 
-    /// Where the next objects of a folio go, of these sizes, all that are left of it: a run in which the first has room.
+    /// Finds room for the rest of a folio, whose objects have these sizes: a run that has room for the first.
     fn room_for(&self, swap: &mut Swap, folio: &mut Folio, sizes: &[usize]) -> Result<Run, NoRun> {
         let map = swap.map;
         swap.row = self.own_row(map).ok_or(NoRun::Full(Trouble::Rows))?;
@@ -248,7 +249,7 @@ impl Pager {
         let ends_at = |cluster: u32| (u64::from(cluster) + 1) * bytes as u64;
         let allocated = map.allocated.load(Relaxed);
         if let Some((next, last)) = folio.room {
-            // (Claimed, and no room was made on disk. Or begun, and shared with a child since.)
+            // Not there: claimed, but no room was made on disk; or begun, and shared with a child since.
             let there = |c: &u32| ends_at(*c) <= allocated && !forbidden;
             let found = (next..=last)
                 .filter(there)
@@ -285,7 +286,7 @@ impl Pager {
         swap.books.run_at_end(first, BLOCK, RUN_BYTES, may_write).ok_or(NoRun::Full(Trouble::Full))
     }
 
-    /// Counts the folios of which nothing is left to be written, or being written.
+    /// Counts and removes folios of which nothing is left to be written or being written.
     pub(super) fn end_whole(&self, swap: &mut Swap) {
         let queue = &mut swap.whole;
         queue.folios.retain(|folio| {
@@ -293,7 +294,7 @@ impl Pager {
                 return true;
             }
             queue.bytes -= folio.bytes;
-            // (What was taken back by the program meanwhile is neither.)
+            // A folio that the program took back meanwhile counts as neither.
             if folio.split {
                 self.counters().folios.count(folio.order, |c| &c.swpout_fallback);
             } else if folio.pages == Some(folio.gone) {
@@ -303,7 +304,7 @@ impl Pager {
         });
     }
 
-    /// What could not be written whole enters the pool, in parts that may.
+    /// Lets objects that could not be written whole enter the pool, in parts that may.
     pub(super) fn let_into_pool(&self, s: &mut State) {
         let may = |order: u8| order == 0 || self.group.folios.allows(order);
         let there = |s: &State, e: Entry| s.pages_of(e).filter(|_| s.header_of(e).flags & object::HELD == 0);
@@ -311,7 +312,7 @@ impl Pager {
             self.store_posted(s);
             let Some((out, _)) = there(s, entry) else { continue };
             let whole = vec![entry];
-            // (Where there is no place for the parts it is there as it is.)
+            // If there is no place for the parts it stays as it is.
             let fits = may(s.header_of(entry).order);
             let parts = if fits { whole } else { self.cut_into(s, entry, may).unwrap_or(whole) };
             self.counters().zswpout.fetch_add(u64::from(out.count_ones()), Relaxed);
@@ -324,7 +325,7 @@ impl Pager {
     }
 }
 
-/// What is left of a folio does not go to disk as a part of it.
+/// Lets the rest of a folio not go to disk as part of it.
 fn refuse(s: &State, swap: &mut Swap, folio: &mut Folio) {
     if swap.failures == 0 && folio.aboard + folio.gone == 0 {
         swap.whole.no_room = (folio.order, thread::now_ns() + NO_ROOM_NS);
@@ -339,7 +340,8 @@ fn refuse(s: &State, swap: &mut Swap, folio: &mut Folio) {
     }
 }
 
-/// Clusters of so many bytes that objects take which are written one after the other, in runs, from a byte of the first on.
+/// How many clusters objects of these sizes take that are written one after the other, in runs, from byte `from` of the first
+/// cluster on.
 fn clusters_for(sizes: &[usize], cluster: usize, from: usize) -> u32 {
     let (mut n, mut at, mut run) = (1, from, from);
     for bytes in sizes {
@@ -356,7 +358,7 @@ fn clusters_for(sizes: &[usize], cluster: usize, from: usize) -> u32 {
 }
 
 impl Swap {
-    /// An object of a folio is not being written any more; its pages that went to disk, if it was `written`.
+    /// An object of a folio has left a write; `pages` went to disk if it was `written`.
     pub(super) fn landed_whole(&mut self, flight: &Flight, written: bool, pages: u16) {
         let Some(id) = flight.whole else { return };
         if let Some(folio) = self.whole.folios.iter_mut().find(|folio| folio.id == id) {
@@ -369,7 +371,7 @@ impl Swap {
         }
     }
 
-    /// In a forked child, where nobody writes what its parent was writing: what waits is the pool's, as large as it is.
+    /// In a forked child, where nobody makes the parent's writes: what waits becomes the pool's, as large as it is.
     pub(super) fn give_up_whole(&mut self, s: &mut State) {
         let queue = core::mem::take(&mut self.whole);
         let waiting = queue.folios.into_iter().flat_map(|folio| folio.left);

@@ -1,25 +1,26 @@
-//! A thread that makes transfers for another, one at a time: those that read (`readers`), and the second one that writes (`pipeline`).
+//! A thread that makes transfers for another thread, one at a time: the readers (`readers`), and the second writing thread
+//! (`pipeline`).
 
 use crate::discover::letgo::await_end;
 use core::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use uzswap_sys::transfer::Job;
 
-/// One of them.
+/// Such a thread.
 #[derive(Default)]
 pub struct Worker {
     pub(super) job: Job,
-    /// The thread's id, 0 until it is started, -1 if it could not be.
+    /// Its thread id; 0 until it is started, -1 if it could not be.
     pub(super) tid: AtomicI32,
 }
 
 impl Worker {
-    /// Ends it, if it runs; for who has seen to it that nothing more is asked of it.
+    /// Ends the thread, if it runs. The caller ensures that it gets no more work.
     pub(super) fn end(&self) {
         self.job.end();
         await_end(self.tid.load(Relaxed));
     }
 
-    /// In a forked child: there is none.
+    /// In a forked child: forgets the thread, which does not exist there.
     pub(super) fn forget(&self) {
         self.tid.store(0, Relaxed);
         self.job.forget();

@@ -1,43 +1,43 @@
-//! Whether it is worth while to make dense what is about to be written (`dense`).
+//! Decides whether it is worthwhile to make objects dense before they are written (`dense`).
 //!
-//! It takes the writing thread time, and a busy machine more of it; it saves the disk bytes. What a byte costs is seen by how long
-//! the thread waits for the disk because both of its buffers are being written: where it never waits the disk has time to spare, and
-//! the same bytes sooner are worth more than fewer of them.
+//! Making them dense takes the writing thread time, more of it on a busy machine, and saves bytes on disk. The price of a byte is
+//! how long the thread waits for the disk because both of its buffers are being written. If it never waits the disk has time to
+//! spare, and writing the same bytes sooner is worth more than writing fewer.
 //!
 //! ```text
 //! worth while:   gained bytes × (time waited for the disk / bytes written)  ≥  time it took to gain them
 //! ```
-//! All are sums over the last while, so it follows the disk, the data and what else the machine does: while things are made dense the
-//! disk is waited for less, so that of a disk that is a little too slow some of what is written is made dense. Until it is
-//! known what it takes it is done, and where it is not worth while now and then, so that this stays known.
-//! Where room on disk is short it always is.
+//! All are sums over recent history, so the decision follows the disk, the data and the machine's other work. While objects are
+//! made dense the disk is waited for less; so for a disk that is a little too slow some of what is written is made dense. Until
+//! the cost is known everything is made dense; and where it is not worthwhile something is now and then, so that the cost stays
+//! known. Where room on disk is short it always is worthwhile.
 //!
 //! Owner: [`super::Swap`], so the pager's lock.
 
-/// Pages that are made dense before it is judged, and in how many the sums about them are halved.
+/// Pages made dense before the first decision; and pages after which the sums about them are halved.
 const LEARN: u64 = 128;
 const FORGET: u64 = 2048;
 /// Bytes written after which the sums about them are halved.
 const FORGET_BYTES: u64 = 32 << 20;
-/// Of so many objects for which it is not worth while one is tried all the same.
+/// Where it is not worthwhile, one object in this many is tried all the same.
 const AGAIN: u32 = 128;
 
-/// What is known of both.
+/// What is known about both sides.
 #[derive(Debug, Default)]
 pub(super) struct Worth {
-    /// Pages that were tried, the time that took (nanoseconds), and the bytes it gained.
+    /// Pages that were tried, the time this took (nanoseconds), and the bytes it gained.
     pages: u64,
     ns: u64,
     gained: u64,
-    /// Bytes that were written, and the time for which the disk was waited for (nanoseconds).
+    /// Bytes written, and the time for which the disk was waited for (nanoseconds).
     written: u64,
     waited_ns: u64,
-    /// Objects for which it was not worth while.
+    /// Objects for which it was not worthwhile.
     passed: u32,
 }
 
 impl Worth {
-    /// Whether an object that is about to be written is to be made dense first.
+    /// Whether an object about to be written is first to be made dense.
     pub(super) fn is_dense(&mut self) -> bool {
         let (saved, spent) =
             (u128::from(self.gained) * u128::from(self.waited_ns), u128::from(self.ns) * u128::from(self.written));
@@ -48,7 +48,7 @@ impl Worth {
         self.passed.is_multiple_of(AGAIN)
     }
 
-    /// Pages were tried, which took so long (nanoseconds), and are smaller by so many bytes.
+    /// Notes that trying `pages` pages took `ns` nanoseconds and gained `gained` bytes.
     pub(super) fn tried(&mut self, pages: usize, gained: usize, ns: u64) {
         if self.pages > FORGET {
             (self.pages, self.ns, self.gained) = (self.pages / 2, self.ns / 2, self.gained / 2);
@@ -58,7 +58,7 @@ impl Worth {
         self.gained += gained as u64;
     }
 
-    /// So many bytes were written, for which, or for room for them, the thread has waited so long (nanoseconds).
+    /// Notes that `bytes` were written, and that the thread has waited `waited_ns` nanoseconds for that, or for room for them.
     pub(super) fn wrote(&mut self, bytes: u64, waited_ns: u64) {
         if self.written > FORGET_BYTES {
             (self.written, self.waited_ns) = (self.written / 2, self.waited_ns / 2);
@@ -72,7 +72,7 @@ impl Worth {
 mod tests {
     use super::*;
 
-    /// 600 bytes of a page are gained in 10 us.
+    /// 600 bytes of a page are gained in 10 µs.
     fn known() -> Worth {
         let mut worth = Worth::default();
         worth.tried(LEARN as usize, 600 * LEARN as usize, 10_000 * LEARN);
@@ -86,7 +86,7 @@ mod tests {
             let mut worth = known();
             (0..100).for_each(|_| worth.wrote(1 << 20, waited));
             assert_eq!(worth.is_dense(), dense, "{waited}");
-            // A CPU that others want makes it dearer.
+            // A CPU that others want too makes it more expensive.
             (0..100).for_each(|_| worth.tried(1000, 600_000, 100_000_000));
             assert!(!worth.is_dense(), "{waited}");
         }

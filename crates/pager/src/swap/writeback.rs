@@ -1,13 +1,13 @@
-//! Writing back: pool to swap file.
+//! Writes back from the pool to the swap file.
 //!
-//! A thread of its own, so that a slow disk holds up neither faults nor compression. A round is
+//! A thread of its own does this, so that a slow disk holds up neither faults nor compression. A round is
 //!
-//! 1. with the lock: find a run in the file (behind the last one, else in a cluster of its own, else in a hole; where the disk has
-//!    no room for a larger file a hole comes before a cluster), and fill
-//!    the buffer with the objects the shrinker gives up; they stay where they are, marked as being written;
-//! 2. without the lock: begin to write the run; meanwhile the next one is planned where a second thread writes (`pipeline`);
-//! 3. with the lock: what is still as it was becomes *Disk* and leaves the pool. If the write failed the places are given
-//!    up and everything stays: the objects go to the tail of the shrinker's list, under the same hold of the lock.
+//! 1. with the lock: find a run in the file (behind the last one, else in a cluster of its own, else in a hole; where the disk
+//!    has no room for a larger file a hole comes before a cluster), and fill the buffer with the objects that the shrinker gives
+//!    up; they stay where they are, marked as being written;
+//! 2. without the lock: begin to write the run; if a second thread writes (`pipeline`), the next run is planned meanwhile;
+//! 3. with the lock: what has not changed becomes *Disk* and leaves the pool. If the write failed the places are given up and
+//!    everything stays: the objects go to the tail of the shrinker's list, under the same hold of the lock.
 //!
 //! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
 
@@ -32,17 +32,17 @@ use uzswap_sys::{lock, thread};
 
 /// Bytes of the largest write.
 pub(super) const RUN_BYTES: usize = 256 << 10;
-/// Bytes of the smallest worth while, in which the largest object fits; smaller ones are for when there is no other.
+/// Bytes of the smallest run worthwhile, which has room for the largest object; smaller ones are used if there is no other.
 const LEAST_RUN: usize = MOST_OBJECT.next_multiple_of(BLOCK);
-/// For how long the file is not extended when the disk had no room for that, as long as there is room in it (nanoseconds).
+/// How long the file is not extended after the disk had no room for that, as long as there is room in the file (nanoseconds).
 const FULL_NS: u64 = 10_000_000_000;
 /// Longest rest after failures, and the rest while there is nothing to write (nanoseconds).
 const REST_NS: u64 = 1_000_000_000;
-/// Of the time in which small holes are looked for and written to, looking has one part in so many.
+/// The search for small holes takes one part in so many of the time in which they are searched and written to.
 const WALK_PART: u64 = 20;
 const IDLE_NS: u64 = 100_000_000;
 
-/// A block of the file in memory, aligned as direct I/O wants it.
+/// A block of the file in memory, aligned for direct I/O.
 #[repr(C, align(4096))]
 pub(super) struct Block([u8; BLOCK]);
 
@@ -52,22 +52,22 @@ pub(super) fn bytes_of(blocks: &mut [Block]) -> &mut [u8] {
     unsafe { core::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast(), blocks.len() * BLOCK) }
 }
 
-/// A buffer of blocks; to be made with the lock held, as everything is that allocates.
+/// A buffer of blocks. Call it with the lock held, as for everything that allocates.
 pub(super) fn blocks(bytes: usize) -> Vec<Block> {
     (0..bytes / BLOCK).map(|_| Block([0; BLOCK])).collect()
 }
 
-/// What a round came to.
+/// Outcome of a round.
 pub(super) enum Round {
-    /// Nothing to do, or nothing that can be done, for so long (nanoseconds).
+    /// There is nothing to do, or nothing can be done, for this long (nanoseconds).
     Rest(u64),
-    /// Other members of a group whose pools are full are to go first.
+    /// Other members of a group whose pools are full must go first.
     NotYet,
-    /// Objects were looked at only.
+    /// Objects were only looked at.
     Again,
     /// A cluster needs room on disk.
     Extend(u32),
-    /// So many bytes of the buffer are to be written at this offset.
+    /// Write this many bytes of the buffer at this offset.
     Write(u64, usize),
 }
 
@@ -76,9 +76,9 @@ pub(super) enum Round {
 pub(super) enum NoRun {
     /// This cluster, which was just claimed, needs room on disk.
     Extend(u32),
-    /// It is to be looked for again.
+    /// Search again.
     Again,
-    /// There is no room, and this is what to tell of it.
+    /// There is no room; the trouble to report.
     Full(Trouble),
 }
 
@@ -116,11 +116,11 @@ impl Pager {
                     self.swap_progressed();
                     lock::futex_wait(&self.me().swap_wake, word, Some(ns), true);
                 }
-                // (No progress of this process's: who waits for the disk goes on waiting.)
+                // This is no progress of this process's: threads that wait for the disk go on waiting.
                 Round::NotYet => lock::futex_wait(&self.me().swap_wake, word, Some(LOOK_NS), true),
                 Round::Again => {
                     self.swap_progressed();
-                    // Others want the lock, which is not a fair one.
+                    // Other threads want the lock, which is not a fair one.
                     thread::sleep_ns(10_000);
                 }
                 Round::Extend(cluster) => self.extend(cluster),
@@ -193,14 +193,14 @@ impl Pager {
             return Round::Rest(rest);
         }
         let mut run = match self.find_run(swap) {
-            // (The disk may have no room for a new cluster.)
+            // The disk may have no room for a new cluster.
             Ok(run) if swap.disk_is_full() && swap.is_new(run.cluster()) && s.give_up_kept(swap) => {
                 swap.drop_cluster(run.cluster());
                 return Round::Again;
             }
             Ok(run) => run,
             Err(NoRun::Full(trouble)) => return self.file_is_full(s, swap, trouble),
-            // (Room that is only kept is there for what must be written.)
+            // Room that is only kept gives way to what must be written.
             Err(NoRun::Extend(cluster)) if swap.disk_is_full() && s.give_up_kept(swap) => {
                 swap.drop_cluster(cluster);
                 return Round::Again;
@@ -220,7 +220,7 @@ impl Pager {
         as_write(swap, slot, &run, buffer)
     }
 
-    /// Where the next run goes; a cluster that has no room on disk yet is to be extended first.
+    /// Where the next run goes. A cluster without room on disk must first be extended.
     pub(super) fn find_run(&self, swap: &mut Swap) -> Result<Run, NoRun> {
         let map = swap.map;
         let Some(me) = self.own_row(map) else { return Err(NoRun::Full(Trouble::Rows)) };
@@ -229,7 +229,7 @@ impl Pager {
         let bad = core::mem::take(&mut swap.bad);
         let may_write = |c: u32| !bad.contains(&c) && map.may_write(me, c);
         let mut found = swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
-        // (A free cluster there is then, too, but beyond the end of the file.)
+        // There is a free cluster then, too, but it lies beyond the end of the file.
         if found.is_none() && swap.disk_is_full() {
             found = swap.books.run_in_hole(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
         }
@@ -247,7 +247,7 @@ impl Pager {
         }
         if found.is_none() {
             found = swap.books.run_in_largest_hole(RUN_BYTES, may_write).map(Ok);
-            // (All books were gone through, with the lock held, for little: that is not to take more than a small part of the time.)
+            // All books were searched, with the lock held, for little; that may take only a small part of the time.
             let now = thread::now_ns();
             swap.rest_until = now + ((now - began) * WALK_PART).min(REST_NS);
         }
@@ -255,7 +255,7 @@ impl Pager {
         found.unwrap_or(Err(NoRun::Full(Trouble::Full)))
     }
 
-    /// There is no room for what is next; unless some is only kept.
+    /// There is no room for what is next, unless some is only kept.
     fn file_is_full(&self, s: &mut State, swap: &mut Swap, trouble: Trouble) -> Round {
         if s.give_up_kept(swap) {
             (swap.failures, swap.rest_until) = (0, 0);
@@ -267,8 +267,8 @@ impl Pager {
         Round::Rest(REST_NS)
     }
 
-    /// Preallocates a cluster that was just added, or waits for what others have left under way there; gives it up when that
-    /// fails.
+    /// Preallocates a cluster that was just added, or waits until no writes of others can be under way there. Gives the cluster
+    /// up if that fails.
     pub(super) fn extend(&self, cluster: u32) {
         let Some(map) = self.clusters else { return };
         let bytes = map.geometry().map_or(0, |g| 1u64 << g.cluster_shift);
@@ -277,12 +277,12 @@ impl Pager {
         let mut s = self.state.lock();
         let Some(swap) = s.swap.as_mut() else { return };
         if map.is_late(cluster) {
-            // (It stays claimed: nobody meets it again.)
+            // It stays claimed, so that nobody meets it again.
             swap.put_aside(cluster);
         } else if done.is_err() {
             swap.failures += 1;
             let now = thread::now_ns();
-            // Known to be full, all else was tried before. Otherwise that is done at once.
+            // If the disk was known to be full, everything else was tried before. Otherwise the next try is at once.
             if swap.disk_is_full() {
                 swap.rest_until = now + REST_NS;
             }
@@ -295,20 +295,20 @@ impl Pager {
         self.swap_progressed();
     }
 
-    /// Cuts a block that was set aside: its parts are the next to be met. (What cannot be cut for want of room is met again;
-    /// for other reasons, never.)
+    /// Cuts a block that was set aside; its parts are the next to be met. (A block that cannot be cut for want of room is met
+    /// again; one that cannot for other reasons never is.)
     fn cut_for_disk(&self, s: &mut State, entry: Entry) {
         let parts = self.cut(s, entry);
         let Some(swap) = s.swap.as_mut() else { return };
         match parts {
             Ok(parts) => parts.into_iter().rev().for_each(|part| swap.shrinker.put_back(part)),
             Err(Refused::NoPlace) => swap.shrinker.rotate(entry),
-            // (As what mremap has torn apart it stays.)
+            // For instance a block that mremap has torn apart stays.
             Err(_) => {}
         }
     }
 
-    /// A write has ended.
+    /// Completes a write that has ended.
     pub(super) fn complete(&self, s: &mut State, slot: usize, result: Result<(), Errno>) {
         let Some(mut swap) = s.swap.take() else { return };
         let (c, written) = (self.counters(), result.is_ok());
@@ -319,7 +319,7 @@ impl Pager {
             let still = s.landed(slot, *flight);
             swap.landed_whole(flight, written, still);
             if !written {
-                // (What was not to enter the pool is cut first.)
+                // An object that may not enter the pool is first cut.
                 match flight.whole {
                     Some(_) => swap.to_pool.push(flight.entry),
                     None => swap.shrinker.rotate(flight.entry),
@@ -347,7 +347,7 @@ impl Pager {
             }
             if flight.pages != still {
                 swap.release(flight.place, flight.pages & !still);
-                // (Pages that came back meanwhile may have kept it.)
+                // Pages that came back meanwhile may have kept it.
                 swap.shrinker.rotate(flight.entry);
             }
         }
@@ -372,16 +372,16 @@ impl Pager {
 }
 
 impl Swap {
-    /// Whether a moment ago the disk had no room for a larger file.
+    /// Whether the disk recently had no room for a larger file.
     pub(super) fn disk_is_full(&self) -> bool {
         thread::now_ns() < self.full_until
     }
 
-    /// A write failed, to a run that begins at a place, and its objects have left the books.
+    /// Handles a failed write, of a run that begins at place `at`; its objects have left the books.
     ///
-    /// The story: where the file system cannot preallocate, that the disk has no room shows when a cluster is written to. Such a write
-    /// was one that failed as any other, and the next was to the next cluster beyond the end, for ever; what was free in clusters that the
-    /// disk has was never written to again.
+    /// The story: where the file system cannot preallocate, a full disk shows only when a cluster is written to. Such a write
+    /// counted like any other failure, and the next went to the next cluster beyond the end, forever. Free room in clusters that
+    /// the disk has was never written to again.
     fn failed(&mut self, error: Errno, at: Option<Place>) {
         let (now, full) = (thread::now_ns(), matches!(error, libc::ENOSPC | libc::EDQUOT));
         if full {
@@ -389,7 +389,7 @@ impl Swap {
         }
         if let Some(place) = at {
             let cluster = (offset(place) / self.books.cluster_bytes() as u64) as u32;
-            // (A new one is not at fault: it has its turn when there is room.)
+            // A new cluster is not at fault: it has its turn when there is room.
             if !full || self.books.clusters().any(|c| c == cluster) {
                 self.put_aside(cluster);
             }
@@ -399,7 +399,7 @@ impl Swap {
         self.rest_until = now + rest;
     }
 
-    /// Whether nothing is in a cluster.
+    /// Whether a cluster is empty.
     fn is_new(&self, cluster: u32) -> bool {
         let bytes = self.books.cluster_bytes();
         self.books.objects_within(u64::from(cluster) * bytes as u64, bytes).next().is_none()
@@ -420,7 +420,7 @@ impl Swap {
                 self.map.claim_cluster(self.row)
             })?;
             self.books.add_cluster(claimed);
-            // (Kept claimed, a bad one is not met again.)
+            // A bad cluster stays claimed, so that it is not met again.
             if !bad.contains(&claimed) {
                 return Some(claimed);
             }
