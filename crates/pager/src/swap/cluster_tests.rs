@@ -1,5 +1,5 @@
-//! The books of which process has which cluster, used by several processes at once: threads here, each in the name of a
-//! process of its own.
+//! Tests of the books that say which process has which cluster, used by several processes at once: threads here, each in the name
+//! of a process of its own.
 
 use super::clusters::{ClusterMap, ROWS};
 use super::references::References;
@@ -9,10 +9,10 @@ use std::process::{Child, Command};
 use std::sync::Barrier;
 use uzswap_sys::process::Identity;
 
-/// A thread that no process has.
+/// A thread id that no process has.
 const NO_THREAD: u32 = 1 << 23;
 
-/// Processes that are there as long as they are wanted.
+/// Processes that exist as long as the test wants them.
 struct Processes(Vec<Child>);
 
 impl Processes {
@@ -21,7 +21,7 @@ impl Processes {
     }
 
     fn identity(&self, i: usize) -> Identity {
-        // (Without its start time, as where /proc cannot be read.)
+        // Without the start time, as where /proc cannot be read.
         Identity::from_raw(self.0[i].id().into()).expect("a pid")
     }
 
@@ -37,24 +37,24 @@ impl Drop for Processes {
     }
 }
 
-/// Books of a large file: to empty a row takes its time.
+/// Books of a large file, so that emptying a row takes its time.
 fn books() -> &'static ClusterMap {
     let map = testing::books();
     map.bytes.store(4 << 30, Relaxed);
     map
 }
 
-/// The story: who takes a dead process's row is its owner from the first moment, and the thread id of the dead one's ticker
-/// stood there until it was emptied. Whoever looked meanwhile found a process without that thread, so a dead one, and took
-/// the row as well. Each freed the other's clusters, which others overwrote.
+/// The story: a process that takes a dead one's row is its owner from the first moment, but the thread id of the dead one's
+/// ticker stood there until the row was emptied. Another process that looked meanwhile saw an owner without that thread, so a
+/// dead one, and took the row as well. Each freed the other's clusters, which others overwrote.
 #[test]
 fn a_row_has_one_taker() {
     const DEAD: usize = 3;
     const TAKERS: usize = 4;
     const ROUNDS: usize = 200;
     let (map, mut processes) = (books(), Processes::new(TAKERS + 3));
-    // (One has ended. One executes another program, of which its first thread says that it had rows: what was its ticker
-    // is not there any more. One only looks who is dead.)
+    // One has ended. One executes another program, and finds in its first thread that it had rows, while its former ticker is
+    // gone. One only searches for dead processes.
     let (dead, executes, buries) = (TAKERS, processes.identity(TAKERS + 1), processes.identity(TAKERS + 2));
     processes.end(dead);
     let dead = processes.identity(dead);
@@ -70,7 +70,7 @@ fn a_row_has_one_taker() {
             let cluster = map.claim_cluster(row).expect("a cluster");
             check(clusters[cluster as usize].fetch_add(1, SeqCst) == 0);
             barrier.wait();
-            // Whatever the others were about they have done.
+            // Whatever the others were doing is done.
             check(map.is_claimed_by(cluster, row, me.raw()) && !map.is_free(cluster));
             barrier.wait();
         }
@@ -101,7 +101,7 @@ fn a_row_has_one_taker() {
     assert_eq!(wrong.load(Relaxed), 0);
 }
 
-/// As the row is while one empties it that took it from a dead process: nobody else touches it, but when the taker is dead itself.
+/// A row that one process empties after taking it from a dead one: nobody else touches it, unless the taker is dead itself.
 #[test]
 fn a_row_that_is_being_emptied_is_nobody_else_s() {
     let (map, mut processes) = (books(), Processes::new(3));
@@ -117,7 +117,7 @@ fn a_row_that_is_being_emptied_is_nobody_else_s() {
     map.set_taker(1, other);
     map.forget_own(third);
     assert_eq!(map.owner_of(1), third.raw());
-    // Or it was taking one itself: that it had before.
+    // Or it was taking one itself, before it executed that program.
     map.set_taker(1, third);
     map.forget_own(third);
     assert_eq!(map.owner_of(1), 0);
@@ -127,8 +127,8 @@ fn a_row_that_is_being_emptied_is_nobody_else_s() {
     assert_eq!(map.take_row(third), Some(0));
 }
 
-/// What a fork leaves to a child is the child's, before it has taken it over: its parent executes another program, or the child ends
-/// before it gets to that.
+/// What a fork leaves to a child is the child's even before it takes it over: the parent may execute another program first, or
+/// the child may end.
 #[test]
 fn a_row_made_for_a_child_is_the_child_s() {
     let (p, mut processes) = (testing::pager_with_swap(16 << 20), Processes::new(3));
@@ -152,7 +152,7 @@ fn a_row_made_for_a_child_is_the_child_s() {
     processes.end(0);
     map.bury_the_dead(me);
     assert!(map.is_free(cluster), "the child has ended");
-    // One that has taken it over owns it, named as the heir or not yet.
+    // A child that has taken the row over owns it, whether it is named as the heir yet or not.
     for named_first in [true, false] {
         let (row, child) = (map.take_row(me).expect("a row"), processes.identity(2));
         if named_first {
@@ -167,8 +167,8 @@ fn a_row_made_for_a_child_is_the_child_s() {
     }
 }
 
-/// What was being written to when a process ended, or executed another program, is not written to by others: by who inherited it, or
-/// claims it.
+/// Clusters that were being written to when a process ended, or executed another program, are not written to by others: neither
+/// by a process that inherited them, nor by one that claims them.
 #[test]
 fn what_a_dead_process_may_be_writing_to_is_left_alone() {
     let (p, mut processes) = (testing::pager_with_swap(16 << 20), Processes::new(2));
@@ -185,14 +185,14 @@ fn what_a_dead_process_may_be_writing_to_is_left_alone() {
     processes.end(0);
     map.bury_the_dead(me);
     assert!(map.is_free(shared) && map.is_late(shared));
-    // The others are claimed first.
+    // The other clusters are claimed first.
     let row = map.take_row(me).expect("a row");
     let claimed: Vec<u32> = std::iter::from_fn(|| map.claim_cluster(row)).collect();
     assert_eq!((claimed.len(), &claimed[last - 1..]), (last + 1, &[shared, alone][..]));
     assert!(map.may_write(row, claimed[0]) && !map.may_write(row, shared));
     map.settled(shared);
     assert!(map.may_write(row, shared) && !map.may_write(row, alone));
-    // A write that was found ended is no matter.
+    // A write that was found ended does not matter.
     map.note_writing(row, 0, Some(claimed[0]));
     map.note_writing(row, 0, None);
     map.forget_own(me);

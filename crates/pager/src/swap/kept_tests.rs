@@ -1,4 +1,4 @@
-//! What is kept on disk of what is in memory: by hand, as the reads.
+//! Tests of kept places, with reads and writes made by hand.
 
 use super::read_tests::{FIRST, Scene, check, end};
 use super::*;
@@ -12,18 +12,18 @@ use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::process::Identity;
 
 impl Scene {
-    /// A page of the program's memory is used: brought from the disk, and into the program.
+    /// Uses a page of the program's memory: brings it from disk, and into the program.
     fn page(&mut self, s: &mut State, vpn: u64) -> &'static mut [u8] {
         self.read(s, vpn);
         let r = Request { vpn, write: false, protected: false };
         assert!(s.pt.get(vpn).tag() == Tag::Resident || self.pager.serve(s, r).is_ok());
-        // SAFETY: the page is there, as was just asked for, and the test lets go of it before it asks for it again.
+        // SAFETY: the page is there, as it was just brought, and the test lets go of it before it asks for it again.
         unsafe { core::slice::from_raw_parts_mut((vpn as usize * PAGE) as *mut u8, PAGE) }
     }
 
-    /// All of the program's memory leaves it.
+    /// Makes all of the program's memory leave.
     fn put_all_out(&self, s: &mut State) {
-        // (Something else is touched, or the last pages would stay.)
+        // Touch something else, or the last pages would stay.
         (0..16).for_each(|i| s.touch(u64::MAX - 1 - i));
         while s.resident + s.staged > 0 {
             assert!(self.pager.direct_round(s, 16, 0, None).0 > 0);
@@ -31,7 +31,7 @@ impl Scene {
     }
 }
 
-/// Has what happens recorded.
+/// Starts recording.
 fn record(s: &mut State) -> &'static Rings {
     let rings = testing::rings();
     s.recorder = Some(Recorder::new(rings, 0));
@@ -40,8 +40,8 @@ fn record(s: &mut State) -> &'static Rings {
 
 /// Pages that were recorded as written to disk.
 ///
-/// The story: those that left for it without being written were, too, and what a run was said to have written back in `uzswap replay` was
-/// more than twice what its report said.
+/// The story: pages that left for the disk without being written were recorded too. `uzswap replay` reported more than twice the
+/// write-back that the run's own report had.
 fn written_back(rings: &Rings) -> u64 {
     let mut words = Vec::new();
     assert_eq!(rings.of(0).drain(&mut words), 0);
@@ -49,7 +49,8 @@ fn written_back(rings: &Rings) -> u64 {
     written.map(|r| r.count() as u64).sum()
 }
 
-/// Read back and met by the shrinker unchanged, pages are on disk again: nothing is written, and it is still there.
+/// Pages that were read back and that the shrinker meets unchanged are on disk again: nothing is written, and the data is still
+/// there.
 #[test]
 fn what_was_read_back_leaves_the_pool_without_a_write() {
     let mut scene = Scene::new(8);
@@ -60,7 +61,7 @@ fn what_was_read_back_leaves_the_pool_without_a_write() {
         assert_eq!(scene.read(s, FIRST + 2), 1);
         (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
         assert_eq!((s.swap.as_ref().unwrap().on_disk(), s.swap.as_ref().unwrap().books.used_bytes()), (0, used));
-        // (What is in memory is not read again with its neighbours.)
+        // What is in memory is not read again along with its neighbours.
         assert_eq!(s.swap.as_ref().unwrap().books.next_object(0, |o| o.live & !o.kept != 0), None);
         scene.write_out(s);
         assert!((0..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk), "round {round}");
@@ -68,7 +69,7 @@ fn what_was_read_back_leaves_the_pool_without_a_write() {
         assert_eq!(counts, (8 * round, 8, 0, 0), "round {round}");
     }
     assert_eq!(written_back(rings), 0);
-    // Of what goes, the place goes too, in memory or not.
+    // If pages go their places go too, whether they are in memory or not.
     events::forget_range(s, FIRST, FIRST + 1);
     assert_eq!(scene.read(s, FIRST + 2), 1);
     events::forget_range(s, FIRST + 1, FIRST + 2);
@@ -92,7 +93,7 @@ fn who_cannot_open_the_file_keeps_no_place_there() {
     end(s, FIRST..FIRST + 8);
 }
 
-/// Places of what is in memory are given up when there is no room left for what must be written.
+/// The places of pages in memory are given up when there is no room left for what must be written.
 #[test]
 fn without_room_on_disk_no_place_is_kept() {
     let mut scene = Scene::new(8);
@@ -105,7 +106,7 @@ fn without_room_on_disk_no_place_is_kept() {
     (0..8).for_each(|i| object::set_flags(s.object(s.pt.get(FIRST + i).handle()), object::TRIED, 0));
     scene.write_out(s);
     assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (0, 16));
-    // What is more than half of `memory.swap.max` keeps none either.
+    // Nor are places kept beyond half of `memory.swap.max`.
     scene.pager.group.nodes[0].swap_max.store(s.swap.as_ref().unwrap().books.used_bytes() as u64 * 3 / 2, Relaxed);
     s.swap.as_mut().unwrap().until_look = 0;
     assert_eq!(scene.read(s, FIRST), 1);
@@ -134,12 +135,12 @@ fn what_the_dead_have_on_disk_is_no_reason_to_keep_no_place() {
     end(s, FIRST..FIRST + 9);
 }
 
-/// Pages of a program that do not compress, read back through real faults: one that is not changed is on disk again when it
-/// leaves, one that is changed is stored anew, and its place is free.
+/// Incompressible pages of a program, read back through real faults: an unchanged one is on disk again when it leaves; a changed
+/// one is stored anew, and its place is free.
 #[test]
 fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
     let mut scene = Scene::new(0);
-    // (A file, so that pages may come to be there: nothing is read from it.)
+    // A file, so that pages may come to be there; nothing is read from it.
     scene.pager.tier.file.store(0, Relaxed);
     let pages = 16;
     let at = testing::memory(scene.pager, pages);
@@ -174,8 +175,9 @@ fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
     end(s, first..first + pages as u64);
 }
 
-/// Pages of a program that compress, of whose objects the pool gives up the bytes (their block is known to be written to):
-/// those that did not change have their turn in the pool again, and leave it without being written. In the units they are in on disk.
+/// Compressible pages of a program, of whose objects the pool gives up the bytes (their block is known to be written to). Those
+/// that did not change have their turn in the pool again, and leave it without being written, in the units that they are in on
+/// disk.
 #[test]
 fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
     for order in [0u8, 2] {
@@ -195,7 +197,7 @@ fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
         let mut expected = written;
         for round in 1..=3u64 {
             for i in 0..pages {
-                // (Nor is it read at random, whatever the first faults look like.)
+                // Nor is it read at random, whatever the first faults look like.
                 s.pt.hint(first, HINT_WRITTEN, HINT_RANDOM);
                 let page = scene.page(s, first + i);
                 let mut want = half_noise(first + i);
@@ -205,7 +207,7 @@ fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
                     page[9] ^= 1;
                 }
             }
-            // (Pages that came alone, as one does that is far from the others, have no stub: they are to be stored by themselves.)
+            // Pages that came alone, like one far from the others, have no stub: they are to be stored by themselves.
             let kept = |i: u64| s.pt.get(first + i).copy().is_some() && (round, i) != (2, changed);
             let unit = |i: u64| i >> order << order..(i >> order << order) + (1 << order);
             expected += (0..pages).filter(|i| !unit(*i).all(kept)).count() as u64;
@@ -230,12 +232,12 @@ fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
     }
 }
 
-/// The story: what did not compress was counted each time it was stored, and never less: the more often it came and went, the more was
-/// said to be in the pool, and more than there was of all pages.
+/// The story: incompressible pages were counted each time they were stored, and never subtracted. The more often they came and
+/// went, the more were said to be in the pool, in the end more than there were pages.
 #[test]
 fn what_did_not_compress_is_counted_while_it_is_in_the_pool() {
     let mut scene = Scene::new(0);
-    // (Without a file it would stay in the program: see `incompressible`.)
+    // Without a file they would stay in the program: see `incompressible`.
     scene.pager.tier.file.store(0, Relaxed);
     let pages = 16;
     let at = testing::memory(scene.pager, pages);
@@ -260,8 +262,8 @@ fn what_did_not_compress_is_counted_while_it_is_in_the_pool() {
     end(s, first..first + pages as u64);
 }
 
-/// A child that cannot open the swap file must not come to need it: what it has in memory and on disk is stored when it leaves, whether it
-/// has changed or not.
+/// A child that cannot open the swap file must not come to need it: pages in memory and on disk are stored when they leave,
+/// changed or not.
 #[test]
 fn without_the_file_nothing_goes_back_to_its_place() {
     let mut scene = Scene::new(0);
@@ -280,7 +282,7 @@ fn without_the_file_nothing_goes_back_to_its_place() {
     end(s, all);
 }
 
-/// C1: however an object comes into the pool's list, its reference bit is set: stored, left by its clean pages, or read from disk.
+/// C1: however an object enters the pool's list, its reference bit is set: stored, left by its clean pages, or read from disk.
 #[test]
 fn c1_what_enters_the_list_has_its_second_chance() {
     let mut scene = Scene::new(0);
@@ -292,7 +294,7 @@ fn c1_what_enters_the_list_has_its_second_chance() {
     all.clone().for_each(|vpn| testing::put(scene.pager, vpn as usize * PAGE, &half_noise(vpn)));
     let s = &mut *scene.pager.state.lock();
     s.list_resident(first, pages as usize, uzswap_mm::lru::List::Inactive, |_| None);
-    // Each object has its bit, which is spent then, as if it had been met.
+    // Each object has its bit, which is spent here as if the object had been met.
     let spend = |s: &mut State, how: &str| {
         let handles: std::collections::BTreeSet<u32> = all
             .clone()
@@ -311,7 +313,7 @@ fn c1_what_enters_the_list_has_its_second_chance() {
     let clean = scene.count(|c| &c.swpout_clean);
     all.clone().for_each(|vpn| assert!(*scene.page(s, vpn) == half_noise(vpn)));
     scene.put_all_out(s);
-    // (What was read at random at first has kept none.)
+    // A page that was first read at random has kept none.
     assert!(scene.count(|c| &c.swpout_clean) > clean);
     spend(s, "clean");
     scene.write_out(s);
@@ -322,14 +324,14 @@ fn c1_what_enters_the_list_has_its_second_chance() {
     end(s, all);
 }
 
-/// Pages of which each is where its stub says, some in one place and some in another (they left in two units, of which pages had gone by then),
-/// are not in one place: what is stored of them all must not be said to be in the first.
+/// Pages each of which is where its stub says, some in one place and some in another (they left in two units, of which pages had
+/// gone by then), are not in one place: an object stored for all of them must not be said to be in the first.
 #[test]
 fn pages_that_are_in_two_places_are_not_in_one() {
     let mut scene = Scene::new(0);
     let s = &mut *scene.pager.state.lock();
     let all = FIRST..FIRST + 4;
-    // Four pages in one place, and the program has them, unchanged.
+    // Four pages in one place, which the program has unchanged.
     let mut in_a_place = |s: &mut State| {
         let handle = testing::store(s, FIRST, 2, 0, half_noise);
         object::set_flags(s.object(handle), object::TRIED, 0);
@@ -373,8 +375,8 @@ fn pages_that_are_in_two_places_are_not_in_one() {
     end(s, FIRST..FIRST);
 }
 
-/// Of a block that was read back, and of which the program has dropped a page and has another, what is left goes without a write, page by page
-/// counted, and is found again.
+/// The program has dropped a page of a block that was read back, and has another page of it. The rest leaves without a write,
+/// page by page counted, and is found again.
 #[test]
 fn what_is_left_of_a_block_leaves_without_a_write() {
     let mut scene = Scene::new(0);
@@ -386,14 +388,14 @@ fn what_is_left_of_a_block_leaves_without_a_write() {
     let gone = s.pt.get(FIRST + 1);
     s.pt.set(FIRST + 1, Pte::NONE);
     s.forget(FIRST + 1, gone);
-    // (The program has it, with the copy that the pool keeps.)
+    // The program has it, and the pool keeps a copy.
     let copy = s.pt.get(FIRST + 3).handle();
     s.pt.set(FIRST + 3, Pte::new(Tag::Resident, 0).with_copy(copy));
     s.swapped -= 1;
     s.resident += 1;
     scene.write_out(s);
     assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (2, 4));
-    // Of the copy it is known still where it is on disk.
+    // Of the copy its place on disk is still known.
     let stub = s.pt.get(FIRST + 3).copy().expect("a stub");
     assert!(s.is_packed_stub(stub) && s.on_disk(stub).is_some_and(|at| at.first == 3));
     assert_eq!(s.kept_place([(0, FIRST + 3)].into_iter(), &[object::hash(&half_noise(FIRST + 3))]), s.on_disk(stub));

@@ -1,5 +1,5 @@
-//! Reads under way, and what happens to their pages meanwhile: no thread, and a disk that is a piece of memory. Each step
-//! is made when the test wants it: what was begun ends when it says so, with what it says.
+//! Tests of reads under way, and of what happens to their pages meanwhile: no thread, and a disk that is a piece of memory. Each
+//! step is made when the test wants it; a read ends when and as the test says.
 
 use super::reads::{Read, Reads};
 use super::swapin::Waiting;
@@ -30,7 +30,7 @@ pub(super) struct Scene {
 }
 
 impl Scene {
-    /// `pages` single pages from [`FIRST`] on are on disk.
+    /// A process with `pages` single pages on disk, from [`FIRST`] on.
     pub(super) fn new(pages: u64) -> Self {
         let pager = testing::pager_with_swap(LIMIT);
         let mut scene = Self {
@@ -52,7 +52,7 @@ impl Scene {
         object::set_flags(s.object(handle), object::TRIED, 0);
     }
 
-    /// Writes back all that is in the pool.
+    /// Writes back everything in the pool.
     pub(super) fn write_out(&mut self, s: &mut State) {
         while let Round::Write(at, len) = self.plan(s) {
             self.write(s, at, len);
@@ -72,7 +72,7 @@ impl Scene {
         self.pager.plan_round(s, 0, bytes_of(&mut self.buffer))
     }
 
-    /// What was planned is on disk.
+    /// What was planned reaches the disk.
     pub(super) fn write(&mut self, s: &mut State, at: u64, len: usize) {
         self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
         self.pager.complete(s, 0, Ok(()));
@@ -84,24 +84,24 @@ impl Scene {
         self.ask(s);
     }
 
-    /// Asks for what the faults need; whether any is to ask again later.
+    /// Asks for what the faults need; returns whether any must ask again later.
     pub(super) fn ask(&mut self, s: &mut State) -> bool {
         let Self { pager, reads, waiting, .. } = self;
         waiting.iter_mut().filter_map(|w| pager.want(s, reads, w)).count() > 0
     }
 
-    /// What is begun now.
+    /// Begins what is planned.
     pub(super) fn begin(&mut self) -> Vec<Read> {
         self.reads.begin_by_hand()
     }
 
-    /// A read ends as `result` says, with what the disk has.
+    /// Ends a read with `result`, and what the disk has.
     pub(super) fn end(&mut self, s: &mut State, read: &Read, result: Result<(), i32>) {
         self.reads.end_by_hand(read.at, &self.disk, result);
         self.pager.land(s, &mut self.reads, &mut self.waiting);
     }
 
-    /// One page is read, by the next fault there is; in how many reads.
+    /// Reads one page, by a new fault; returns in how many reads.
     pub(super) fn read(&mut self, s: &mut State, vpn: u64) -> usize {
         self.waiting.clear();
         self.fault(s, vpn);
@@ -110,7 +110,7 @@ impl Scene {
         reads.len()
     }
 
-    /// Reads pages in an order, of which each read ends as `result` says; how many faults waited for the disk.
+    /// Reads pages in a given order, each read ending with `result`; returns how many faults waited for the disk.
     pub(super) fn walk(
         &mut self,
         s: &mut State,
@@ -146,7 +146,7 @@ impl Scene {
     }
 }
 
-/// The page is in the pool, and what page `of` was.
+/// Checks that the page is in the pool, with the contents of page `of`.
 pub(super) fn check(s: &mut State, vpn: u64, of: u64) {
     let pte = s.pt.get(vpn);
     assert_eq!(pte.tag(), Tag::Compressed, "page {vpn:x}");
@@ -154,14 +154,14 @@ pub(super) fn check(s: &mut State, vpn: u64, of: u64) {
     assert!(decode(s, pte.handle(), &mut out) && out == half_noise(of), "page {vpn:x}");
 }
 
-/// Nothing is left when all pages have gone.
+/// Checks that nothing is left once all pages have gone.
 pub(super) fn end(s: &mut State, pages: core::ops::Range<u64>) {
     events::forget_range(s, pages.start, pages.end);
     let swap = s.swap.as_ref().unwrap();
     assert_eq!((s.pool.used_bytes(), s.swapped, swap.on_disk(), swap.books.used_bytes()), (0, 0, 0, 0));
 }
 
-/// The window is narrow: an object's own blocks and nothing else.
+/// Makes the window narrow: an object's own blocks and nothing else.
 pub(super) fn narrow(s: &mut State) {
     let swap = s.swap.as_mut().unwrap();
     (0..64u64).for_each(|i| swap.readahead.read(i << 24, 4096, 7));
@@ -176,7 +176,7 @@ fn several_are_under_way_and_end_in_any_order() {
     for vpn in pages {
         scene.fault(s, vpn);
     }
-    // A second thread's fault on a page that is being read already needs no read.
+    // A second thread's fault on a page that is being read needs no read.
     scene.fault(s, pages[1]);
     let reads = scene.begin();
     assert_eq!(reads.len(), 3);
@@ -190,7 +190,7 @@ fn several_are_under_way_and_end_in_any_order() {
     end(s, FIRST..FIRST + 64);
 }
 
-/// No more than there are slots for; the others have their turn when one ends.
+/// No more reads than slots; the others get their turn when one ends.
 #[test]
 fn who_finds_no_slot_waits_for_one() {
     let mut scene = Scene::new(64);
@@ -219,7 +219,7 @@ fn what_is_unmapped_meanwhile_is_not_brought_back() {
     let reads = scene.begin();
     assert_eq!(reads.len(), 1, "the window has all of them");
     events::forget_range(s, FIRST, FIRST + 4);
-    // Something new is there meanwhile: it is not the page that was read.
+    // Something new is there meanwhile, which is not the page that was read.
     testing::store(s, FIRST + 1, 0, 0, |_| [7; PAGE]);
     let new = s.pt.get(FIRST + 1);
     scene.end(s, &reads[0], Ok(()));
@@ -238,21 +238,21 @@ fn what_is_moved_meanwhile_is_installed_where_it_is() {
     let to = FIRST + 0x1000;
     let page = |vpn: u64| vpn as usize * PAGE;
     scene.pager.event(s, Message::Remap { from: page(FIRST), to: page(to), len: 8 * PAGE });
-    // The fault comes again there, as the kernel has it, and the read under way is its own.
+    // The kernel repeats the fault there, and the read under way serves it.
     scene.fault(s, to);
     assert!(scene.begin().is_empty());
     scene.end(s, &reads[0], Ok(()));
     assert_eq!(s.pt.get(FIRST), Pte::NONE);
     check(s, to, FIRST);
-    // What came along says where it was when it was written; it stays on disk until it is wanted.
+    // The object that came along names the place where it was when written; it stays on disk until it is wanted.
     assert_eq!(s.pt.get(to + 1).tag(), Tag::Disk);
     assert_eq!(scene.read(s, to + 1), 1);
     check(s, to + 1, FIRST + 1);
     end(s, to..to + 8);
 }
 
-/// The story: a read brought its object for the first of those who waited for it, and only where that one says that it belongs. Where
-/// mremap has taken the pages apart the others read it again, each failure of which was told, and after four the page was lost.
+/// The story: a read brought its object for the first of the faults that waited, and only to where that page said it belongs. If
+/// mremap had taken the pages apart the others read it again. Each such failure was reported, and after four the page was lost.
 #[test]
 fn pages_of_one_object_that_are_apart_are_brought_together() {
     let mut scene = Scene::new(0);
@@ -288,15 +288,15 @@ fn pages_of_one_object_that_are_apart_are_brought_together() {
     end(s, FIRST..FIRST + 16);
 }
 
-/// The story: where a thread could not be started for a second read, the handler made it by itself, over the connection on which the
-/// first thread was in the middle of a request. From then on each had the other's answers, and pages were lost.
+/// The story: a thread could not be started for a second read, so the handler made it by itself, over the connection on which the
+/// first thread was in the middle of a request. From then on each got the other's answers, and pages were lost.
 #[test]
 fn where_a_reader_cannot_be_started_nobody_uses_another_s_connection() {
     let mut scene = Scene::new(64);
     let p = scene.pager;
     let (link, mut peer) = UnixStream::pair().unwrap();
     peer.set_nonblocking(true).unwrap();
-    // (Who waits for an answer finds the end.)
+    // A thread that waits for an answer finds the end.
     peer.shutdown(std::net::Shutdown::Write).unwrap();
     p.clusters.unwrap().remote.store(1, Relaxed);
     p.tier.file.store(link.into_raw_fd(), Relaxed);
@@ -308,7 +308,7 @@ fn where_a_reader_cannot_be_started_nobody_uses_another_s_connection() {
     scene.reads.begin(p);
     assert_eq!(peer.read(&mut [0; 64]).map_err(|e| e.kind()), Err(std::io::ErrorKind::WouldBlock), "it was asked");
     assert!(p.tier.file.load(Relaxed) >= 0);
-    // The second is asked for again when the first, whose thread there is, has ended.
+    // The second is asked for again once the first, whose thread exists, has ended.
     let under_way: Vec<Read> = scene.reads.iter().copied().collect();
     assert_eq!((under_way.len(), scene.reads.free()), (1, super::readers::READERS - 2));
     scene.end(s, &under_way[0], Ok(()));
@@ -320,7 +320,7 @@ fn where_a_reader_cannot_be_started_nobody_uses_another_s_connection() {
     end(s, FIRST..FIRST + 64);
 }
 
-/// The place is given up while it is read, and another page's object is written there: what was read before is not it.
+/// A place is given up while it is read, and another page's object is written there: what was read before is not that object.
 #[test]
 fn what_was_read_of_a_place_that_is_another_s_now_is_not_believed() {
     let mut scene = Scene::new(1);
@@ -333,7 +333,7 @@ fn what_was_read_of_a_place_that_is_another_s_now_is_not_believed() {
     scene.store(s, other, half_noise);
     scene.write_out(s);
     assert_eq!((s.pt.get(other).tag(), s.pt.get(other).handle()), (Tag::Disk, place), "the test wants the same place");
-    // A fault on it waits for the read under way, which has what was there before.
+    // A fault on it waits for the read under way, which has the former contents.
     scene.fault(s, other);
     assert!(scene.begin().is_empty());
     let now = core::mem::replace(&mut scene.disk, before);
@@ -348,7 +348,7 @@ fn what_was_read_of_a_place_that_is_another_s_now_is_not_believed() {
     end(s, FIRST..FIRST + 8);
 }
 
-/// Four tries, and then that page is lost, and no other.
+/// After four tries that page is lost, and no other.
 #[test]
 fn a_page_whose_reads_all_fail_is_lost_alone() {
     let mut scene = Scene::new(8);
@@ -367,7 +367,8 @@ fn a_page_whose_reads_all_fail_is_lost_alone() {
     end(s, FIRST..FIRST + 8);
 }
 
-/// What was read and is right waits for room in the pool, as often as it takes. (It was a failed read, and lost after four.)
+/// Data that was read and is right waits for room in the pool, as often as it takes. (It counted as a failed read, and was lost
+/// after four.)
 #[test]
 fn a_page_for_which_the_pool_has_no_room_is_not_lost() {
     let mut scene = Scene::new(1);
@@ -389,7 +390,7 @@ fn a_page_for_which_the_pool_has_no_room_is_not_lost() {
     end(s, FIRST..FIRST + 1);
 }
 
-/// A block next to the page's own cannot be read, so a read of its window fails: the page is read by itself then. (It was tried
+/// A block next to the page's own cannot be read, so a read of its window fails; then the page is read by itself. (It was tried
 /// with its window each time, and lost.)
 #[test]
 fn a_page_is_not_lost_for_its_neighbour_s_block() {
@@ -412,8 +413,8 @@ fn a_page_is_not_lost_for_its_neighbour_s_block() {
     end(s, FIRST..FIRST + 16);
 }
 
-/// A thread that waits is interrupted by signals and faults again and again, with a first try each: its page is not lost before the last
-/// try of one of them, which comes after pauses.
+/// Signals interrupt a waiting thread, which faults again and again, each time with a first try. Its page is not lost before the
+/// last try of one of these faults, which comes after pauses.
 #[test]
 fn a_page_is_not_lost_by_first_tries_of_faults_that_came_later() {
     let mut scene = Scene::new(1);
@@ -439,8 +440,8 @@ fn a_page_is_not_lost_by_first_tries_of_faults_that_came_later() {
     end(s, FIRST..FIRST + 1);
 }
 
-/// The end of a file, or of a server's key, may be where something is just being written: a window does not reach there. (A
-/// server said that there was less than was asked for, four times, and a page was lost that it had.)
+/// The file, or a server's key, may end where something is just being written: a window does not reach there. (A server said four
+/// times that there was less than was asked for, and a page was lost that it had.)
 #[test]
 fn what_is_just_being_written_is_not_read_along() {
     let mut scene = Scene::new(4);
@@ -468,7 +469,7 @@ fn what_is_just_being_written_is_not_read_along() {
     end(s, FIRST..FIRST + 8);
 }
 
-/// A window brings what another fault waits for; if it does not (it is damaged there), that fault has a read of its own.
+/// A window brings what another fault waits for; if it does not (the data is damaged there), that fault has a read of its own.
 #[test]
 fn who_waits_for_another_s_window_is_brought_or_reads_for_itself() {
     let mut scene = Scene::new(8);
@@ -493,14 +494,14 @@ fn who_waits_for_another_s_window_is_brought_or_reads_for_itself() {
     end(s, FIRST..FIRST + 8);
 }
 
-/// A forked child has its parent's pages on disk, none of its reads, and makes its own.
+/// A forked child has its parent's pages on disk and none of its reads, and makes its own.
 #[test]
 fn a_child_has_none_of_its_parent_s_reads() {
     let mut scene = Scene::new(8);
     let s = &mut *scene.pager.state.lock();
     scene.fault(s, FIRST);
     assert_eq!(scene.begin().len(), 1);
-    // (As in the child: the state is its parent's, the handler's list and reads are not.)
+    // As in the child: the state is its parent's, the handler's list and reads are not.
     s.end_flights();
     scene.pager.tier.began[0].store(1, Relaxed);
     scene.pager.tier.forget_transfers();
@@ -524,7 +525,7 @@ fn what_one_member_reads_back_another_weighs() {
     };
     let (one, two, elsewhere) = (member(0), member(0), member(child));
     let reads = &group.nodes[0].nr_disk_swapins;
-    // (Without threads the reading is said, not done.)
+    // Without threads the reading is only counted, not done.
     one.state.lock().swap.as_ref().unwrap().disk_reads.add(30);
     let due_of = |pager: &Pager| {
         let s = &mut *pager.state.lock();
@@ -540,8 +541,8 @@ fn what_one_member_reads_back_another_weighs() {
     assert!(due > 0 && reads.get() == 0, "{due}");
 }
 
-/// A6: what goes to disk and comes back whole is counted by its size. (The counters were there, and stayed 0 whatever was written.) Of a
-/// block that lost a page before neither is.
+/// A6: blocks that go to disk and come back whole are counted by their size. (The counters existed, and stayed 0 whatever was
+/// written.) A block that lost a page before counts as neither.
 #[test]
 fn a6_blocks_are_counted_by_their_size_as_they_go_to_disk_and_come_back() {
     let mut scene = Scene::new(0);
@@ -565,8 +566,8 @@ fn a6_blocks_are_counted_by_their_size_as_they_go_to_disk_and_come_back() {
     end(s, FIRST..FIRST + 41);
 }
 
-/// C2: what is read from disk is counted, with what came along; and zeros, which are out at no cost, are neither among what is freeable nor
-/// among what that is scaled by. (The original counted them: where there were many, reads held nothing back.)
+/// C2: pages read from disk are counted, with those that came along. Zeros, which are out at no cost, are counted neither as
+/// freeable nor in what that is scaled by. (The original counted them: with many of them, reads held nothing back.)
 #[test]
 fn c2_reads_are_counted_with_what_came_along_and_zeros_are_left_out() {
     let mut scene = Scene::new(8);

@@ -1,4 +1,4 @@
-//! What is read though no fault waits for it: ahead of those that run in sequence, or as it was asked for. By hand, as the reads that
+//! Tests of reads for which no fault waits: ahead of faults in sequence, or on request. They are made by hand, as the reads that
 //! faults wait for.
 
 use super::read_tests::{EIO, FIRST, LIMIT, Scene, check, end, narrow};
@@ -7,8 +7,8 @@ use super::*;
 use crate::fault::Request;
 use crate::testing;
 
-/// Faults in sequence are ahead of themselves, forwards and backwards: after three windows the next are read before anybody
-/// asks. So are several sequences at once.
+/// Sequential faults have the next ranges read before anybody asks, after three windows, forwards and backwards. So do several
+/// sequences at once.
 #[test]
 fn sequences_are_read_ahead() {
     let (ahead, back) = (FIRST..FIRST + 256, (FIRST..FIRST + 256).rev());
@@ -24,8 +24,8 @@ fn sequences_are_read_ahead() {
     }
 }
 
-/// The story: of memory that does not compress and went to disk in blocks of 64 KiB (folios that were kept out of the pool) one block
-/// was read at a time, as two of them are a little more than was read ahead at once: half as fast as it could be.
+/// The story: incompressible memory that went to disk in blocks of 64 KiB (folios kept out of the pool) was read one block at a
+/// time, as two blocks are a little more than was read ahead at once: half as fast as it could be.
 #[test]
 fn large_blocks_are_read_ahead_several_at_once() {
     let mut scene = Scene::new(0);
@@ -72,7 +72,7 @@ fn nothing_is_read_ahead_while_room_is_waited_for() {
         begun.iter().for_each(|read| scene.end(s, read, Ok(())));
         begun.len()
     };
-    // (All that is there is wanted.)
+    // Everything that is there is wanted.
     let use_up = |s: &mut State| (0..200).for_each(|_| s.swap.as_mut().unwrap().readahead.wanted(None));
     use_up(s);
     p.tier.file.store(0, Relaxed);
@@ -87,7 +87,7 @@ fn nothing_is_read_ahead_while_room_is_waited_for() {
     end(s, FIRST..FIRST + 440);
 }
 
-/// A read ahead that fails ends its stream, and nothing else: the pages are read when they are wanted.
+/// A read ahead that fails ends its stream and does nothing else: the pages are read when they are wanted.
 #[test]
 fn a_read_ahead_that_fails_loses_nothing() {
     let mut scene = Scene::new(256);

@@ -1,4 +1,4 @@
-//! Where is written what the disk has no room to extend the file for: the file has one cluster and cannot grow.
+//! Tests of where runs are written that the disk has no room to extend the file for: the file has one cluster and cannot grow.
 
 use super::io::Trouble;
 use super::read_tests::{FIRST, Scene, check, end};
@@ -14,12 +14,12 @@ use uzswap_sys::process::Identity;
 const CLUSTER: u64 = 256 << 10;
 const PAGES: u64 = 110;
 
-/// What a round came to.
+/// Outcome of a round.
 #[derive(Debug, PartialEq, Eq)]
 enum Came {
     /// This cluster was written to.
     Wrote(u64),
-    /// The file was to be extended, and could not be.
+    /// The file should have been extended, and could not be.
     Extended,
     Nothing,
 }
@@ -41,7 +41,7 @@ fn round(scene: &mut Scene) -> Came {
     Came::Extended
 }
 
-/// Rounds until these pages are on disk, at most so many; what they came to.
+/// Makes rounds until these pages are on disk, at most so many; returns the outcomes.
 fn write_out(scene: &mut Scene, pages: core::ops::Range<u64>, most: usize) -> Vec<Came> {
     let mut came = Vec::new();
     while pages.clone().any(|vpn| scene.pager.state.lock().pt.get(vpn).tag() != Tag::Disk) {
@@ -72,8 +72,8 @@ fn extensions(came: &[Came]) -> usize {
 }
 
 /// The story: the file system was full before `--swap` was used up. There was always a free cluster, beyond the end of the file,
-/// for which the file could not be extended, once a second; and what the program had freed in its own clusters was never
-/// written to again.
+/// and once a second the file could not be extended for it. What the program had freed in its own clusters was never written to
+/// again.
 #[test]
 fn on_a_full_disk_holes_are_written_to() {
     let mut scene = scene();
@@ -131,7 +131,7 @@ fn where_nothing_can_be_preallocated_a_full_disk_shows_in_writes() {
     end(s, FIRST..FIRST + PAGES);
 }
 
-/// The story: the file was said to be full with half of it free, as no hole had room for the largest object there might be.
+/// The story: the file was said to be full when half of it was free, as no hole had room for the largest possible object.
 #[test]
 fn a_full_file_has_its_small_holes_written_to() {
     let mut scene = scene();
@@ -143,11 +143,11 @@ fn a_full_file_has_its_small_holes_written_to() {
         .filter(|vpn| !stays(vpn))
         .for_each(|vpn| events::forget_range(&mut scene.pager.state.lock(), vpn, vpn + 1));
     let new = FIRST + 0x1000;
-    // (What no hole is large enough for stays, and is not in the way of the others.)
+    // An object too large for all holes stays, and is not in the way of the others.
     let large = new + 0x100;
     _ = testing::store(&mut scene.pager.state.lock(), large, 4, 0, noise);
     store(&scene, new..new + 40);
-    // (It rests behind each.)
+    // It rests behind each write.
     let rested = |scene: &mut Scene| {
         scene.pager.state.lock().swap.as_mut().unwrap().rest_until = 0;
         round(scene)
@@ -174,7 +174,7 @@ fn a_full_file_has_its_small_holes_written_to() {
     end(s, FIRST..FIRST + PAGES);
 }
 
-/// And what only keeps its place gives it up.
+/// Pages that only keep their places give them up.
 #[test]
 fn on_a_full_disk_no_place_is_kept() {
     let mut scene = scene();
@@ -194,7 +194,7 @@ fn on_a_full_disk_no_place_is_kept() {
     end(s, FIRST..FIRST + PAGES);
 }
 
-/// Where there is nothing of that the file is to be extended, now and then.
+/// Without holes, extending the file is tried again now and then.
 #[test]
 fn on_a_full_disk_without_holes_it_is_tried_again() {
     let mut scene = scene();
@@ -222,7 +222,7 @@ fn where_a_dead_process_may_be_writing_that_is_waited_for_first() {
         let mut scene = Scene::new(0);
         let map = scene.pager.clusters.unwrap();
         map.bytes.store(CLUSTER, Relaxed);
-        // (It has claimed one, and found nothing to write.)
+        // It has claimed one, and found nothing to write.
         scene.pager.state.lock().swap.as_mut().unwrap().drop_cluster(0);
         scene.pager.tier.file.store(fd, Relaxed);
         let mut process = std::process::Command::new("sleep").arg("600").spawn().expect("a process");
@@ -232,7 +232,7 @@ fn where_a_dead_process_may_be_writing_that_is_waited_for_first() {
         process.kill().and_then(|()| process.wait()).expect("a child");
         store(&scene, FIRST..FIRST + 10);
         let came: Vec<Came> = (0..4).map(|_| round(&mut scene)).collect();
-        // (Where it cannot be waited for nothing is written there.)
+        // If it cannot wait for those writes, nothing is written there.
         let wrote = came.iter().any(|came| matches!(came, Came::Wrote(_)));
         assert_eq!((extensions(&came), wrote, map.is_late(late)), (1, can, !can), "{came:?}");
         let s = &mut *scene.pager.state.lock();

@@ -1,4 +1,4 @@
-//! What a write has aboard, and what has not: by hand, as the other steps of the writing thread.
+//! Tests of what a write has aboard and what it has not, by hand, like the writing thread's other steps.
 
 use super::tests::{FIRST, Scene, end};
 use super::writeback::bytes_of;
@@ -28,8 +28,8 @@ fn c3_nothing_is_written_where_it_is_forbidden() {
     end(s, FIRST..FIRST + 4);
 }
 
-/// C3: a page that is faulted on while its object is being written wins: it is in the program, whatever became of the write, and the others
-/// are where the write left them.
+/// C3: a page that is faulted on while its object is being written wins. It is in the program, whatever became of the write, and
+/// the others are where the write left them.
 #[test]
 fn c3_a_page_that_is_faulted_on_while_it_is_written_wins() {
     for (kept, result) in [(false, Ok(())), (true, Ok(())), (false, Err(libc::EIO)), (true, Err(libc::EIO))] {
@@ -38,7 +38,7 @@ fn c3_a_page_that_is_faulted_on_while_it_is_written_wins() {
         let handle = testing::store(s, FIRST, 2, 0, half_noise);
         object::set_flags(s.object(handle), object::TRIED, 0);
         assert!(scene.plan(s, 0).is_some());
-        // It comes back, and keeps its copy or not.
+        // It comes back, with or without keeping its copy.
         s.swapped -= 1;
         s.resident += 1;
         let resident = Pte::new(Tag::Resident, 7);
@@ -56,7 +56,8 @@ fn c3_a_page_that_is_faulted_on_while_it_is_written_wins() {
     }
 }
 
-/// What is only a copy of what the program has is no use on disk: it goes when it is met, and with it what of a block is one.
+/// An object that only backs copies of the program's pages is no use on disk. It goes when it is met; so does the part of a block
+/// that is only copies.
 #[test]
 fn copies_of_what_is_in_the_program_are_dropped_not_written() {
     let mut scene = Scene::new();
@@ -79,7 +80,7 @@ fn copies_of_what_is_in_the_program_are_dropped_not_written() {
     end(s, FIRST..FIRST + 8);
 }
 
-/// C5: many objects go in one write, one behind the other, as they are stored, and each is known by a checksum of its own.
+/// C5: many objects go in one write, one behind the other, as they are stored, and each has a checksum of its own.
 #[test]
 fn c5_many_objects_go_in_one_write_as_they_are_stored() {
     const N: u64 = 64;
@@ -101,7 +102,7 @@ fn c5_many_objects_go_in_one_write_as_they_are_stored() {
     for (flight, object) in swap.flights[0].iter().zip(&stored) {
         let known = swap.books.get(flight.place).expect("it has a place");
         let written = &bytes[(offset(flight.place) - swap.writing[0].0) as usize..][..known.len];
-        // (The header's last byte are flags: it is being written.)
+        // The header's last byte holds flags: the object is being written.
         assert_eq!(written[FRONT..][object::HEADER_BYTES..object.len()], object[object::HEADER_BYTES..]);
         assert_eq!(checksum(written), known.check);
         checks.insert(known.check);

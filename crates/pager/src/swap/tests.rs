@@ -1,4 +1,4 @@
-//! The writing thread's steps, one by one and in the order a test wants them: no thread, no disk, no time.
+//! Tests of the writing thread's steps, one by one and in the order a test wants them: no thread, no disk, no time.
 
 use super::dense::Packer;
 use super::fill::Filled;
@@ -18,7 +18,7 @@ pub(super) const FIRST: u64 = 0x1_0000;
 
 type Content = fn(u64) -> [u8; PAGE];
 
-/// A process with some of its memory in the pool, and what its writing thread has.
+/// A process with some of its memory in the pool, and its writing thread's state.
 pub(super) struct Scene {
     pub(super) pager: &'static Pager,
     packer: Packer,
@@ -38,13 +38,13 @@ impl Scene {
         what(self.pager.counters()).load(Relaxed)
     }
 
-    /// Reclaim has taken as much from the program as makes everything in the pool due to be met.
+    /// Makes everything in the pool due to be met, as if reclaim had taken as much from the program.
     fn press(&self, s: &mut State) {
         let swap = s.swap.as_mut().unwrap();
         swap.shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
     }
 
-    /// Plans a write; its length, if there is something to write.
+    /// Plans a write; returns its length if there is something to write.
     pub(super) fn plan(&mut self, s: &mut State, slot: usize) -> Option<usize> {
         self.press(s);
         match self.pager.plan_round(s, slot, bytes_of(&mut self.buffers[slot])) {
@@ -54,7 +54,7 @@ impl Scene {
         }
     }
 
-    /// Recompresses what was set aside, with something done meanwhile; whether there was any.
+    /// Recompresses what was set aside, and does something meanwhile; returns whether there was any.
     pub(super) fn pack_with(&mut self, s: &mut State, meanwhile: impl FnOnce(&mut State)) -> bool {
         let begun = self.pager.begin_dense(s, &mut self.packer);
         self.packer.compress();
@@ -63,7 +63,7 @@ impl Scene {
         begun
     }
 
-    /// Recompresses some units of what was set aside, if any was; what the first was.
+    /// Recompresses some units of what was set aside; returns the first one.
     fn pack(&mut self, s: &mut State) -> Option<super::dense::Unit> {
         let begun = self.pager.begin_dense(s, &mut self.packer);
         let unit = self.packer.units().next().map(|(unit, _)| *unit);
@@ -74,7 +74,7 @@ impl Scene {
     }
 }
 
-/// The page is out, in the pool, and what it was; how its object is compressed, and its order.
+/// Checks that the page is out, in the pool, and unchanged; returns how its object is compressed, and its order.
 fn check(s: &mut State, vpn: u64, content: Content) -> (Encoding, u8) {
     let pte = s.pt.get(vpn);
     assert_eq!((pte.tag(), pte.evicted_at()), (Tag::Compressed, testing::EVICTED_AT), "page {vpn:x}");
@@ -94,7 +94,7 @@ fn check_all(s: &mut State, pages: core::ops::Range<u64>, content: Content, enco
     }
 }
 
-/// Nothing is left over when all pages have gone.
+/// Checks that nothing is left over once all pages have gone.
 pub(super) fn end(s: &mut State, pages: core::ops::Range<u64>) {
     for vpn in pages {
         let pte = s.pt.get(vpn);
@@ -109,7 +109,7 @@ pub(super) fn end(s: &mut State, pages: core::ops::Range<u64>) {
 fn idle_objects_are_made_dense_and_written_when_met_again() {
     let mut scene = Scene::new();
     let s = &mut *scene.pager.state.lock();
-    // Blocks used in sequence become one; in others four single pages do; what is read at random stays as it is cut.
+    // Blocks used in sequence become one; elsewhere four single pages do; randomly read pages stay as they are cut.
     let hints = [(0, HINT_SEQUENTIAL, 4), (16, 0, 2), (32, HINT_RANDOM, 0)];
     for (at, hint, _) in hints {
         s.pt.hint(FIRST + at, hint, 0);
@@ -128,7 +128,7 @@ fn idle_objects_are_made_dense_and_written_when_met_again() {
     assert!(s.pool.used_bytes() < used / 4 * 3, "{} of {used} bytes", s.pool.used_bytes());
     assert_eq!(scene.count(|c| &c.recompressed_idle_pages), 48);
     assert_eq!(scene.count(|c| &c.recompressed_pages), 48);
-    // That round of the list is over; what is met now is written, as it was stored.
+    // That round of the list is over. Objects met now are written, as they are stored.
     scene.pager.complete(s, 0, Ok(()));
     while scene.plan(s, 0).is_some() {
         scene.pager.complete(s, 0, Ok(()));
@@ -138,12 +138,12 @@ fn idle_objects_are_made_dense_and_written_when_met_again() {
     end(s, FIRST..FIRST + 48);
 }
 
-/// On disk there are blocks of 64 KiB at most: a larger one is cut when its turn comes, after its second chance.
+/// Blocks on disk are 64 KiB at most: a larger one is cut when its turn comes, after its second chance.
 #[test]
 fn large_blocks_are_cut_and_their_parts_written() {
     let mut scene = Scene::new();
     let s = &mut *scene.pager.state.lock();
-    // A block of which there are copies only just goes.
+    // A block that only backs copies just goes.
     let copies = testing::store(s, FIRST + 512, 5, 0xffff, half_noise);
     for vpn in FIRST + 512 + 16..FIRST + 512 + 32 {
         s.pt.set(vpn, Pte::new(Tag::Resident, 0).with_copy(copies));
@@ -153,7 +153,7 @@ fn large_blocks_are_cut_and_their_parts_written() {
     object::set_flags(s.object(handle), object::REFERENCED, 0);
     let all = FIRST..FIRST + 512;
     let is_bare = |s: &State| (FIRST + 512..FIRST + 544).all(|vpn| s.pt.get(vpn) == Pte::new(Tag::Resident, 0));
-    // While there is no place for its parts it stays, and nothing is written.
+    // While there is no place for the parts the block stays, and nothing is written.
     scene.pager.group.faults.set("pool=1/1", 1).unwrap();
     assert!((0..4).all(|_| scene.plan(s, 0).is_none()));
     assert!(is_bare(s));
@@ -184,7 +184,7 @@ fn a_program_with_nothing_left_has_the_disk_take_some_of_the_pool() {
     (0..100).for_each(|i| _ = testing::store(s, FIRST + 4 * i, 2, 0, half_noise));
     p.tier.file.store(0, Relaxed);
     p.tier.helps.store(true, Relaxed);
-    // (What another holds, which has nothing to give.)
+    // What another member holds, which has nothing to give.
     let other = &p.group.slots[7];
     p.group.used.store(8, Relaxed);
     other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
@@ -205,14 +205,14 @@ fn a_program_with_nothing_left_has_the_disk_take_some_of_the_pool() {
     end(s, FIRST..FIRST + 400);
 }
 
-/// C1: who is met with its bit set is at the tail with a clear one, and is not written.
+/// C1: an object met with its bit set goes to the tail with the bit clear, and is not written.
 #[test]
 fn what_is_not_idle_is_given_its_second_chance_only() {
     let mut scene = Scene::new();
     let s = &mut *scene.pager.state.lock();
     let handle = testing::store(s, FIRST, 2, 0, words);
     object::set_flags(s.object(handle), object::REFERENCED, 0);
-    // (The bit is cleared, and within the same call the list comes round to it again.)
+    // The bit is cleared, and within the same call the list comes round to the object again.
     let swap = s.swap.as_mut().unwrap();
     swap.shrinker.press(1, 1, 4, 4, &DiskReads::new());
     swap.shrinker.met(swap.shrinker.due() - 4);
@@ -247,7 +247,7 @@ fn what_gains_little_is_written_as_it_is() {
     assert!(scene.pack(s).is_some());
     assert_eq!((s.pt.get(FIRST).handle(), scene.count(|c| &c.reject_recompress_poor)), (handle, 4));
     check_all(s, FIRST..FIRST + 4, half_noise, Encoding::Lz4, 2);
-    // It is the next to be met, and tried no more.
+    // It is the next to be met, and is not tried again.
     assert!(scene.plan(s, 0).is_some() && scene.pack(s).is_none());
     scene.pager.complete(s, 0, Ok(()));
     assert_eq!((s.pt.get(FIRST).tag(), scene.count(|c| &c.recompressed_pages)), (Tag::Disk, 0));
@@ -264,7 +264,7 @@ fn without_room_or_with_damage_the_old_object_stays() {
     assert_eq!(s.pt.get(FIRST).handle(), old);
     check_all(s, FIRST..FIRST + 4, words, Encoding::Lz4, 2);
     scene.pager.group.faults.set("pool=0/1", 1).unwrap();
-    // One of four to become one is damaged: they stay apart, so that the others are not lost with it.
+    // One of four that should become one is damaged: they stay apart, so that the others are not lost with it.
     for i in 4..8 {
         testing::store(s, FIRST + i, 0, 0, words);
     }
@@ -286,13 +286,13 @@ fn what_is_being_written_is_not_recompressed_nor_the_other_way_round() {
     let s = &mut *scene.pager.state.lock();
     let handles: Vec<u32> = (0..4).map(|i| testing::store(s, FIRST + i, 0, 0, words)).collect();
     let entry = |i: usize| Entry { vpn: FIRST + i as u64, handle: handles[i] };
-    // One is being written: neither it nor, as one with it, its neighbours are recompressed.
+    // One is being written: neither it nor the neighbours that would become one with it are recompressed.
     object::set_flags(s.object(handles[1]), object::WRITING_BY[0], 0);
     s.swap.as_mut().unwrap().aside.extend([entry(1), entry(0)]);
     assert!(scene.pager.begin_dense(s, &mut scene.packer));
     assert_eq!(Header::read(s.object(handles[0])).flags, object::PACKING);
     assert_eq!(Header::read(s.object(handles[1])).flags, object::WRITING_BY[0]);
-    // Met while it is being recompressed it is not written: nor would compaction of the pool move it.
+    // If met while it is being recompressed it is not written; nor would compaction of the pool move it.
     object::set_flags(s.object(handles[1]), 0, object::WRITING_BY[0]);
     assert!(scene.plan(s, 1).is_none() && s.swap.as_ref().unwrap().flights[1].is_empty());
     scene.packer.compress();
@@ -346,7 +346,7 @@ fn a_page_that_is_used_meanwhile_wins() {
     }
 }
 
-/// A forked child has the list whole, and no object that is held by a thread it does not have.
+/// A forked child has the whole list, and no object that is held by a thread that it does not have.
 #[test]
 fn a_child_gives_up_what_its_parent_was_recompressing() {
     let mut scene = Scene::new();
@@ -365,8 +365,8 @@ fn a_child_gives_up_what_its_parent_was_recompressing() {
     assert!(listed.iter().all(|e| s.header_of(*e).flags == 0));
 }
 
-/// Two writes are under way, and the second has an object that lies where the first one's was. When the first ends the
-/// page must not be given the first one's place: it would read what it was before. (With one mark for both writes it was.)
+/// Two writes are under way, and the second has an object that lies where the first one's was. When the first ends, the page must
+/// not get the first one's place: it would read its former contents. (With one mark for both writes it did.)
 #[test]
 fn a_write_does_not_end_for_what_the_next_one_has_aboard() {
     let mut scene = Scene::new();
@@ -393,7 +393,7 @@ fn a_write_does_not_end_for_what_the_next_one_has_aboard() {
     end(s, FIRST..FIRST + 1);
 }
 
-/// C3: what is being written keeps its place on the list: where the list came round to it before its write failed, it was
+/// C3: an object that is being written keeps its place on the list. When the list came round to it before its write failed it was
 /// dropped, and stayed in the pool for good.
 #[test]
 fn an_object_whose_write_fails_is_met_again() {
@@ -418,8 +418,8 @@ fn remap(scene: &Scene, s: &mut State, from: u64, to: u64, pages: u64) {
     scene.pager.event(s, Message::Remap { from, to, len });
 }
 
-/// The story: an object that mremap moved while it was being written, or recompressed, was not found when that ended, and kept its mark
-/// for ever. Whatever met it took it for one that is being written: it was on no list, and never written again.
+/// The story: an object that mremap moved while it was being written, or recompressed, was not found when that ended, and kept
+/// its mark forever. Whatever met it took it to be under way in a write: it was on no list, and never written again.
 #[test]
 fn what_is_moved_while_it_is_written_is_written_later() {
     let mut scene = Scene::new();
@@ -429,7 +429,7 @@ fn what_is_moved_while_it_is_written_is_written_later() {
     object::set_flags(s.object(handle), object::TRIED, 0);
     assert!(scene.plan(s, 0).is_some());
     remap(&scene, s, FIRST, to, 4);
-    // (It may board the next write before that one ends; and be moved again.)
+    // It may board the next write before that one ends, and be moved again.
     assert!(scene.plan(s, 1).is_some());
     remap(&scene, s, to, back, 4);
     remap(&scene, s, back, FIRST, 4);
@@ -466,7 +466,8 @@ fn what_is_moved_while_it_is_recompressed_is_met_again() {
     end(s, to..to + 4);
 }
 
-/// The story: a block that mremap moved was listed at its first page. Where that one was in the program the block was on no list.
+/// The story: mremap moved a block, which was then listed at its first page. If the program had that page the block was on no
+/// list.
 #[test]
 fn a_block_without_its_first_page_is_met_after_a_move() {
     let mut scene = Scene::new();
@@ -486,8 +487,8 @@ fn a_block_without_its_first_page_is_met_after_a_move() {
     end(s, to + 1..to + 8);
 }
 
-/// C4: the pools of a group are full, another member is behind: it is woken and waited for, then passed over. All stop when the
-/// pools are down to where stores are accepted again, not before.
+/// C4: the pools of a group are full, and another member is behind: it is woken and waited for, then passed over. All stop when
+/// the pools are down to where stores are accepted again, not before.
 #[test]
 fn a_full_pool_is_written_back_in_turns() {
     let scene = Scene::new();
@@ -532,11 +533,11 @@ fn a_full_pool_is_written_back_in_turns() {
     assert!(!matches!(wanted(s), Wanted::Nothing) && full(), "between the two it goes on");
     others_pool(accept - s.pool.held_bytes());
     assert!(matches!(wanted(s), Wanted::Nothing) && !full());
-    // (The slot is nobody's.)
+    // The slot belongs to nobody.
     other.owner.store(0, Relaxed);
 }
 
-/// (It was said to be on disk.)
+/// What is on a server is not said to be on disk.
 #[test]
 fn what_is_on_a_server_is_said_to_be_there() {
     use core::sync::atomic::AtomicU64;

@@ -1,4 +1,4 @@
-//! Folios that go to disk whole, step by step as the writing thread takes them: no thread, no disk.
+//! Tests of folios that go to disk whole, step by step as the writing thread takes them: no thread, no disk.
 
 use super::tests::{FIRST, Scene, end};
 use super::*;
@@ -11,7 +11,7 @@ use uzswap_mm::pagetable::Pte;
 use uzswap_mm::swapfile::GRAIN;
 use uzswap_mm::zone::Kind;
 
-/// A process whose large folios are not to enter the pool, and that has a disk.
+/// A process whose large folios may not enter the pool, and that has a disk.
 fn scene() -> Scene {
     let scene = Scene::new();
     scene.pager.tier.file.store(0, Relaxed);
@@ -28,7 +28,7 @@ fn pages(vpn: u64, order: u8) -> Range<u64> {
     vpn..vpn + (1 << order)
 }
 
-/// A folio was stored in units of 64 KiB at most, and waits.
+/// Stores a folio in units of 64 KiB at most, and lets it wait.
 fn wait_whole(scene: &Scene, s: &mut State, vpn: u64, order: u8) {
     let unit = order.min(4);
     let entries: Vec<(u64, u32)> =
@@ -38,7 +38,8 @@ fn wait_whole(scene: &Scene, s: &mut State, vpn: u64, order: u8) {
     scene.pager.goes_whole(s, order, entries.into_iter());
 }
 
-/// Writes all that is to be written, with two writes under way where there is enough, and `result` for each; the places in their order.
+/// Writes everything there is to write, with two writes under way where there is enough, and `result` for each; returns the
+/// places in their order.
 fn write_all(scene: &mut Scene, s: &mut State, mut result: impl FnMut() -> Result<(), i32>) -> Vec<(Place, u64)> {
     let (mut places, mut under_way) = (Vec::new(), [false; 2]);
     loop {
@@ -54,7 +55,7 @@ fn write_all(scene: &mut Scene, s: &mut State, mut result: impl FnMut() -> Resul
     }
 }
 
-/// The pages are in the pool, in objects of this order at most, none of which is held; and they are what they were.
+/// Checks that the pages are in the pool, unchanged, in objects of this order at most, none of which is held.
 fn in_pool(s: &mut State, pages: Range<u64>, most: u8) {
     for vpn in pages {
         let pte = s.pt.get(vpn);
@@ -66,7 +67,7 @@ fn in_pool(s: &mut State, pages: Range<u64>, most: u8) {
     }
 }
 
-/// A5: it is written whole and in one place, whatever its size, and counted as what it is.
+/// A5: a folio is written whole and in one place, whatever its size, and counted as what it is.
 #[test]
 fn a5_a_folio_goes_to_disk_whole_and_side_by_side() {
     for order in [2, 4, 6, 9] {
@@ -81,7 +82,7 @@ fn a5_a_folio_goes_to_disk_whole_and_side_by_side() {
         for folio in places.chunks(1 << order.saturating_sub(4)) {
             for two in folio.windows(2) {
                 let end = two[0].0 as usize + swap.books.get(two[0].0).unwrap().len / GRAIN;
-                // (Where it goes on in the next run, or cluster, there may be less than an object.)
+                // Where it goes on in the next run, or cluster, there may be room for less than an object.
                 let between = (two[1].0 as usize - end) * GRAIN;
                 assert!(between <= 64 << 10 && two[1].1 == two[0].1 + 16, "order {order}: {between} bytes between");
             }
@@ -96,7 +97,7 @@ fn a5_a_folio_goes_to_disk_whole_and_side_by_side() {
     }
 }
 
-/// Small ones go several in a write.
+/// Several small folios go in one write.
 #[test]
 fn folios_share_a_write() {
     let mut scene = scene();
@@ -109,13 +110,13 @@ fn folios_share_a_write() {
     end(s, pages(FIRST, 7));
 }
 
-/// A5: without room side by side it enters the pool in parts that may, and that is counted; what is smaller goes whole.
+/// A5: without adjacent room a folio enters the pool in parts that may, and is counted; a smaller one goes whole.
 #[test]
 fn a5_without_room_side_by_side_it_is_split_and_counted() {
     let mut scene = scene();
     let p = scene.pager;
     let s = &mut *p.state.lock();
-    // Every other cluster is another's.
+    // Every other cluster belongs to another process.
     let map = s.swap.as_ref().unwrap().map;
     let other = map.take_row(uzswap_sys::process::Identity::from_raw(1).unwrap()).unwrap();
     while map.claim_cluster(other).is_some() {}
@@ -130,7 +131,7 @@ fn a5_without_room_side_by_side_it_is_split_and_counted() {
     scene.pager.complete(s, 0, Ok(()));
     assert_eq!(by_order(&scene, 4), (1, 0, 0));
     assert!(pages(FIRST + 512, 4).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
-    // (What is in the pool is written as anything is.)
+    // What is in the pool is written like anything else.
     scene.pager.group.folios.large_off.store(0, Relaxed);
     end(s, FIRST..FIRST + 512 + 16);
     assert_eq!(map.clusters_used(), before, "nothing stays claimed");
@@ -143,7 +144,7 @@ fn a5_when_a_write_fails_every_page_is_kept() {
         let mut scene = scene();
         let p = scene.pager;
         let s = &mut *p.state.lock();
-        // (16 KiB may enter, or only pages.)
+        // Folios up to 16 KiB may enter, or only pages.
         p.group.folios.large_off.store(if most == 2 { u32::MAX << 3 } else { u32::MAX << 2 }, Relaxed);
         wait_whole(&scene, s, FIRST, 9);
         wait_whole(&scene, s, FIRST + 512, 4);
@@ -152,7 +153,7 @@ fn a5_when_a_write_fails_every_page_is_kept() {
             p.complete(s, 0, if write == fails { Err(libc::EIO) } else { Ok(()) });
         }
         assert!(!p.may_go_whole(s, 4), "while it fails none is tried");
-        // (The rest is told so when it is planned.)
+        // The rest learns of it when it is planned.
         let _ = p.plan_round(s, 0, super::writeback::bytes_of(&mut scene.buffers[0]));
         assert!(s.swap.as_ref().unwrap().whole.is_empty());
         let on_disk: Vec<u64> = (FIRST..FIRST + 528).filter(|vpn| s.pt.get(*vpn).tag() == Tag::Disk).collect();
@@ -217,7 +218,7 @@ fn a5_what_is_faulted_on_meanwhile_stays_in_the_program() {
     }
 }
 
-/// What mremap moves is the pool's, and is listed as that.
+/// An object that mremap moves becomes the pool's, and is listed as such.
 #[test]
 fn what_is_moved_while_it_waits_is_written_later() {
     let mut scene = scene();
@@ -233,8 +234,8 @@ fn what_is_moved_while_it_waits_is_written_later() {
     end(s, pages(FIRST + 0x1000, 4));
 }
 
-/// A5: none goes where it is forbidden, where there is no room for it by `memory.swap.max`, or while as much waits as may; and what waited
-/// when it was forbidden is split.
+/// A5: none goes where it is forbidden, where `memory.swap.max` leaves no room, or while as much waits as may; and what waited
+/// when it became forbidden is split.
 #[test]
 fn a5_what_may_not_be_written_is_split() {
     let mut scene = scene();
@@ -252,7 +253,7 @@ fn a5_what_may_not_be_written_is_split() {
     let map = s.swap.as_ref().unwrap().map;
     map.remote.store(1, Relaxed);
     assert!(!p.may_go_whole(s, 4), "a server");
-    // (The story: with a server nothing but zeros left where nothing may be in the pool.)
+    // The story: with a server, where nothing may be in the pool, nothing but zeros left.
     node.zswap_max.store(0, Relaxed);
     assert!(p.may_go_whole(s, 9) && p.goes_directly(s));
     node.zswap_max.store(u64::MAX, Relaxed);
@@ -269,7 +270,7 @@ fn a5_what_may_not_be_written_is_split() {
     end(s, pages(FIRST, 9));
 }
 
-/// A5: from the program to the disk: a folio that is staged is compressed in blocks that one read brings, and only waits in the pool.
+/// A5: from the program to the disk: a staged folio is compressed in blocks that one read brings, and only waits in the pool.
 #[test]
 fn a5_a_staged_folio_waits_to_be_written_and_is_not_counted_as_stored() {
     let mut scene = scene();
@@ -296,8 +297,8 @@ fn a5_a_staged_folio_waits_to_be_written_and_is_not_counted_as_stored() {
     end(s, first..first + 16);
 }
 
-/// A unit that is recompressed is not taken for one that has come to lie at its place meanwhile and waits: it would have been given what the
-/// page was before.
+/// An object that waits is not taken for one being recompressed whose place it came to lie at: it would have got the page's
+/// former contents.
 #[test]
 fn what_waits_is_not_taken_for_what_is_being_recompressed() {
     let mut scene = scene();
@@ -324,8 +325,8 @@ fn what_waits_is_not_taken_for_what_is_being_recompressed() {
     end(s, pages(FIRST, 2));
 }
 
-/// Clusters claimed for a folio have room on disk before any of it is written; where there is none they go again. And where a child comes
-/// to share them in the midst of it, what is left is the pool's.
+/// Clusters claimed for a folio have room on disk before any of it is written; where there is none they are given up. If a child
+/// comes to share them half way, the rest is the pool's.
 #[test]
 fn a5_room_is_made_for_all_of_a_folio_or_it_is_split() {
     for makes_room in [true, false] {
@@ -339,7 +340,7 @@ fn a5_room_is_made_for_all_of_a_folio_or_it_is_split() {
         let super::writeback::Round::Extend(last) = plan(s) else { panic!("it needs more than a cluster") };
         assert!(last >= 4 && map.clusters_used() == last as usize + 1);
         if !makes_room {
-            // (As `extend` does when it fails.)
+            // As `extend` does when it fails.
             let swap = s.swap.as_mut().unwrap();
             (swap.failures, swap.full_until) = (1, u64::MAX);
             swap.drop_cluster(last);
@@ -352,7 +353,7 @@ fn a5_room_is_made_for_all_of_a_folio_or_it_is_split() {
         map.allocated.store(64 << 20, Relaxed);
         assert!(matches!(plan(s), super::writeback::Round::Write(0, _)));
         p.complete(s, 0, Ok(()));
-        // (What a child's row says of the next cluster.)
+        // A child's row refers to the next cluster.
         let child = map.take_row(uzswap_sys::process::Identity::from_raw(1).unwrap()).unwrap();
         while map.claim_cluster(child).is_some() {}
         map.share_for_test(child, 1..=last);
@@ -390,7 +391,7 @@ fn where_nothing_may_be_in_the_pool_all_goes_to_disk() {
         p.prepare(s, &mut batch, n, 0);
         p.store_now(s, &mut batch)
     };
-    // A folio, which may enter pools, and a page.
+    // A folio, which may enter pools, and a single page.
     assert_eq!((store(s, first..first + 16), store(s, first + 16..first + 17)), (16, 1));
     assert!(!p.zswap_is_full(s));
     write_all(&mut scene, s, || Ok(()));
