@@ -39,11 +39,11 @@ use uzswap_sys::thread;
 /// How long the ticker waits for calls to end (nanoseconds).
 const SCAN_WAITS_NS: u64 = 2_000_000;
 
-/// How long engaging waits for calls that began before calls were ordered: this many times [`ENGAGE_WAIT_NS`] nanoseconds. (A
+/// How long engaging waits for calls that began before calls were ordered: this many pauses of [`ENGAGE_WAIT_NS`]. (A
 /// signal handler that never returns leaves a call counted for good.)
 ///
 /// The story: a torture run on a machine with a load of eleven read a page of zeros, and reading the code showed why. The wait
-/// was 20 ms, less than a thread may wait for a CPU, so its `mremap` ran beside ordered ones.
+/// was 20 ms, less than a thread may wait for a CPU, so a thread's `mremap` ran beside ordered ones.
 const ENGAGE_WAITS: u32 = 10_000;
 const ENGAGE_WAIT_NS: u64 = 200_000;
 

@@ -9,7 +9,7 @@
 //! before_remap: "this may move" ── touches a bell ──fault──▶ ends the registration of the range
 //! mremap                           ◀── fills the bell ──────
 //! after_remap: "it is there now" ── touches a bell ──fault──▶ registers what is there, moves what is known of the pages,
-//!                                  ◀── fills the bell ────── wakes who has touched the old place meanwhile
+//!                                  ◀── fills the bell ────── wakes threads that touched the old place meanwhile
 //! ```
 //! The registration is ended first, since the kernel drops that of a whole *mapping*. If the memory merges with a registered
 //! neighbour at its new place, the neighbour's registration would be dropped as well. (That is how pages beside memory that had

@@ -288,7 +288,7 @@ mod tests {
             return;
         }
         let p = testing::pager(16 << 20);
-        // (Nothing of the test's own is to be managed.)
+        // Nothing of the test's own may be managed.
         p.state.lock().pinned.push((0, usize::MAX));
         p.close_uffd();
         p.group.faults.set("thread=1/1", 0).unwrap();

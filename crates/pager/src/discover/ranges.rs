@@ -75,6 +75,7 @@ impl Ranges {
         self.0.clear();
     }
 
+    /// Whether there are no ranges.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

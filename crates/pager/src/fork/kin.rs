@@ -18,7 +18,7 @@ const LITTLE_SHARED: usize = 1 << 20;
 /// Least time between two measurements (nanoseconds); and as a multiple of what a measurement takes.
 const LEAST_PAUSE_NS: u64 = 20_000_000;
 const PAUSES: u64 = 20;
-/// The multiple once a part of this size of what was shared may have been copied; and that part's divisor.
+/// The multiple once much may have been copied since: a part of what was shared, with this divisor.
 const PAUSES_SOON: u64 = 4;
 const MUCH: usize = 16;
 

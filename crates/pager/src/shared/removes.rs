@@ -39,7 +39,7 @@
 //! by themselves. Where there are none, or they are gone, nobody can know whether the other pages are older than the punch: they
 //! are lost, and touching them raises SIGBUS. [`Removes::unvouched`] counts them.
 //!
-//! # When it cannot be looked
+//! # When nobody can look
 //! If the gate cannot be closed, or the kernel has no memory for a question or a witness, pages of the range that are out are
 //! lost as well. Pages in memory stay there, including those that were on their way out: had they left before the call's punch,
 //! the punch would find nothing, and they would come back as they were. So the doubt is *blind* and holds all of its pages, until

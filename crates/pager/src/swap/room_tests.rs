@@ -181,7 +181,7 @@ fn on_a_full_disk_no_place_is_kept() {
     {
         let s = &mut *scene.pager.state.lock();
         (FIRST..FIRST + PAGES).for_each(|vpn| _ = scene.read(s, vpn));
-        // (As if the program used all of them.)
+        // As if the program used all of them.
         while s.swap.as_mut().unwrap().shrinker.pop().is_some() {}
         assert_eq!(s.swap.as_ref().unwrap().on_disk(), 0);
     }
