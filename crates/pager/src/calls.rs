@@ -1,21 +1,21 @@
-//! Orders the program's mapping calls, so that their events can be applied in the order in which they are read.
+//! Orders the program's mapping calls, so that their events can be applied as they are read.
 //!
 //! The kernel reports what a call did only after it has let go of the mappings, and reports `mremap` twice: that the memory has
 //! moved, and, once the thread has run again, that its old place was unmapped. Until then another thread's `mremap` may get that
-//! place, and its event may be read first. Applied in the order in which they arrive, such events make no sense: the pages that
-//! moved there last would be taken along with those that were there before, or forgotten with them, and would then read as
-//! another page's contents or as zeros. No event says when it happened, so the calls themselves are ordered:
+//! place, and its event may be read first. Applied as they arrive, such events make no sense: the pages that moved there last
+//! would be taken along with those that were there before, or forgotten with them, and then read as another page or as zeros. No
+//! event says when it happened, so the calls themselves are ordered:
 //!
 //! - `mremap` runs alone.
 //! - The other calls that raise events run side by side. (An unmapping that is reported late drops only the knowledge of resident
 //!   pages: while an event is unread nothing moves.)
-//! - `fork` runs alone too: the child's tables are a copy, and it gets none of the parent's events.
+//! - `fork` runs alone: the child's tables are a copy, and it gets none of the parent's events.
 //! - So do the ticker's scans: between the event of `madvise` and the end of the call, old pages are still there.
 //!
-//! While an event is unread no page can come in (the kernel answers EAGAIN), and threads that make such calls all the time left
-//! hardly a moment without one. So while a fault or reclaim waits for an event, new calls are held back for a moment at most.
-//! They are held back for up to some moments while a thread wants the calls stopped: otherwise whichever thread takes the lock as
-//! soon as it is free would get it before the one that sleeps for it.
+//! While an event is unread no page can come in (the kernel answers EAGAIN), and threads that made such calls all the time left
+//! hardly a moment without one. So while a fault or reclaim waits for an event, new calls are held back, for a moment at most;
+//! and for some moments while a thread wants calls stopped, as a thread that takes the lock once it is free would get it before
+//! one that sleeps for it.
 //!
 //! Calls are wrapped where libc makes them (the agent's `patch`). Calls that a program makes with instructions of its own are not
 //! ordered.
@@ -39,8 +39,8 @@ use uzswap_sys::thread;
 /// How long the ticker waits for calls to end (nanoseconds).
 const SCAN_WAITS_NS: u64 = 2_000_000;
 
-/// How long engaging waits for calls that began before calls were ordered: this many pauses of [`ENGAGE_WAIT_NS`]. (A
-/// signal handler that never returns leaves a call counted for good.)
+/// How long engaging waits for calls that began before calls were ordered: this many pauses of [`ENGAGE_WAIT_NS`]. (A signal
+/// handler that never returns leaves a call counted for good.)
 ///
 /// The story: a torture run on a machine with a load of eleven read a page of zeros, and reading the code showed why. The wait
 /// was 20 ms, less than a thread may wait for a CPU, so a thread's `mremap` ran beside ordered ones.
@@ -112,7 +112,7 @@ impl Calls {
         }
     }
 
-    /// Before a call while no memory is managed. Returns false if the call must begin with [`Calls::begin`].
+    /// Before a call while no memory is managed; false if the call must begin with [`Calls::begin`].
     pub fn begin_unordered(&self) -> bool {
         if !self.ordered.load(Relaxed) {
             self.unordered.fetch_add(1, SeqCst);
@@ -235,7 +235,7 @@ impl Calls {
         self.before_others(|lock| lock.take());
     }
 
-    /// Stops calls, for a scan. Returns false if they cannot be stopped now.
+    /// Stops calls, for a scan; false if they cannot be stopped now.
     pub fn try_stop(&self) -> bool {
         self.before_others(|lock| lock.take_within(SCAN_WAITS_NS))
     }

@@ -1,9 +1,9 @@
 //! Discovery: decides which of the program's memory is managed.
 //!
-//! uzswap manages private anonymous memory that was not executable when it was found. It excludes four kinds: its own memory,
-//! thread stacks (libc maps them with MAP_STACK, which the agent sees), the TLS of live threads (the kernel itself writes there,
-//! and kills the process when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges
-//! (PROT_NONE) are registered too, so whatever malloc arenas and runtimes open up later is covered.
+//! uzswap manages private anonymous memory that was not executable when it was found, except its own memory, thread stacks (libc
+//! maps them with MAP_STACK, which the agent sees), the TLS of live threads (the kernel itself writes there, and kills the
+//! process when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges (PROT_NONE) are
+//! registered too, so whatever malloc arenas and runtimes open up later is covered.
 //!
 //! A scan finds ranges by reading /proc/self/maps. It never trusts a hook for them: a hook only says that it is time to look.
 //! Memory that is found late belonged to the kernel meanwhile. Nothing is wrong with it; it merely counted without being
@@ -85,8 +85,8 @@ impl Scans {
 }
 
 impl Pager {
-    /// Registers all memory that is to be managed and is not registered yet, and lists its resident pages. Returns how many bytes
-    /// it found resident and unknown. No mapping call of the program may be under way.
+    /// Registers what is to be managed and is not yet, and lists its resident pages. Returns the bytes newly found resident. No
+    /// mapping call of the program may be under way.
     ///
     /// # Errors
     /// When the maps cannot be read, or when a range that has pages out could not be registered (in a forked child they would
@@ -146,8 +146,8 @@ impl Pager {
         Some(whole)
     }
 
-    /// Does the same on the handler, which waits for no call to end. Returns false if it was not done. (While the process is let
-    /// go of the handler must not register again what the ticker gives up.)
+    /// Does the same on the handler, which waits for no call to end; false if it was not done. (While the process is let go of
+    /// the handler must not register again what the ticker gives up.)
     pub(crate) fn scan_noted_now(&self) -> bool {
         let Some(mut s) = self.lock_between_calls_now() else { return false };
         if self.lets_go() {
@@ -166,7 +166,7 @@ impl Pager {
         done
     }
 
-    /// Registers what was noted; returns false if not all was noted, or the kernel could not be asked.
+    /// Registers what was noted; false if not all was noted, or the kernel could not be asked.
     fn scan_noted(&self, s: &mut State) -> bool {
         let noted = self.growth.noted.take();
         noted.is_some_and(|noted| self.scan_ranges(s, noted).is_ok())

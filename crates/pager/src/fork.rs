@@ -57,13 +57,13 @@ impl Pager {
     /// Takes the lock in a thread of the program, with all signals blocked, at a moment when the thread's stack and control block
     /// are in memory.
     ///
-    /// A stack and control block that the program made itself are managed like other memory. If this thread faulted on them with
-    /// the lock held it would wait forever, as the handler needs the lock to serve the fault. And the kernel writes to a thread's
-    /// rseq area, in its control block, whenever it has interrupted the thread.
+    /// If the program made them itself they are managed like other memory. A fault on them with the lock held would wait forever,
+    /// as the handler needs the lock to serve it; and the kernel writes to the rseq area in the control block whenever it has
+    /// interrupted the thread.
     ///
     /// The story: a program's stack was evicted on request while its thread waited for the lock. With the lock held the thread
-    /// checked whether its stack was there, and the frame in which it did that was not; or the page that it checked was there,
-    /// and the next one, with its caller's frame, was not. All threads waited forever, once in hundreds of runs of a test.
+    /// checked whether its stack was there, and the frame in which it did that was not; or the page that it checked was, and the
+    /// next one, with its caller's frame, was not. All threads waited forever, once in hundreds of runs of a test.
     #[inline(never)]
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
         let (mut tries, mut written) = (0, 0);
@@ -159,7 +159,7 @@ impl Pager {
     }
 
     /// After clone, in the child. Returns true when memory is managed again, or when the child goes on unmanaged (then it has
-    /// been let go of: [`Pager::has_gone`]). Returns false if the child cannot go on, as pages are out that cannot be managed.
+    /// been let go of: [`Pager::has_gone`]); false if the child cannot go on, as pages are out that cannot be managed.
     pub fn after_fork_in_child(&'static self) -> bool {
         if self.letting.load(Relaxed) == GONE {
             // SAFETY: before_fork took the lock in this thread.
@@ -240,7 +240,7 @@ impl Pager {
         }
     }
 
-    /// Drops what the parent had opened, found and begun in order to manage its memory.
+    /// Drops what the parent had opened, found and begun to manage its memory.
     ///
     /// The story: engaging had failed in the parent (no more threads), and another thread forked before the failed attempt was
     /// undone. The child took the ranges found for managed, and its later helpers believed that they were told to end.

@@ -215,7 +215,7 @@ pub struct Node {
     pub zswap_writeback: AtomicU32,
     /// 1 once a message said that the group is full; cleared when a limit changes.
     pub full_said: AtomicU32,
-    /// 1 from the moment at which the pools take more than they may, until they are down to where stores are accepted again.
+    /// 1 from when the pools take more than they may, until they are down to where stores are accepted again.
     pub pool_full: AtomicU32,
     /// Pages that members read from the swap file, read-ahead included, and that no member's shrinker has taken into account yet.
     pub nr_disk_swapins: DiskReads,
@@ -374,8 +374,8 @@ impl GroupPage {
         (1..NODES).find(|i| below(&self.nodes[*i]))
     }
 
-    /// Makes a group named `name` below `parent`, which must not have one (competing callers must ensure that). Returns None if
-    /// there are [`NODES`] groups already, the group would be deeper than [`DEPTH`], or the name is too long.
+    /// Makes a group named `name` below `parent`, which must not have one (competing callers must ensure that); None if there are
+    /// [`NODES`] groups already, the group would be deeper than [`DEPTH`], or the name is too long.
     pub fn make_child(&self, parent: usize, name: &[u8]) -> Option<usize> {
         let above = self.nodes[parent].ancestors.load(Relaxed);
         if above.count_ones() as usize >= DEPTH || name.len() > NAME_BYTES {

@@ -77,8 +77,8 @@ impl Pager {
         !self.engaged.load(Acquire) && self.tier.link.load(Acquire) < 0
     }
 
-    /// Has the ticker make the call that the calling thread has made. Returns false if the ticker could not, or if memory is
-    /// managed by now. The caller holds [`Following::one`].
+    /// Has the ticker make the call that the calling thread has made; false if the ticker could not, or if memory is managed by
+    /// now. The caller holds [`Following::one`].
     pub fn change_helpers(&self, change: Change) -> bool {
         let f = &self.following;
         f.nr.store(change.nr as i32, Relaxed);

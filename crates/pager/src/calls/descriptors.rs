@@ -19,8 +19,8 @@ struct Job<F, R> {
 }
 
 impl Pager {
-    /// Runs `open`, which opens a file, in a thread that can have one more descriptor than the caller. Returns None if there can
-    /// be no thread.
+    /// Runs `open`, which opens a file, in a thread that can have one more descriptor than the caller; None if there can be no
+    /// thread.
     ///
     /// The caller holds the lock of mapping calls alone, so only one runs at a time.
     pub fn with_a_descriptor<R: Send>(&self, open: impl Fn() -> R + Sync) -> Option<R> {

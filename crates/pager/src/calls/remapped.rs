@@ -131,7 +131,7 @@ impl Pager {
         true
     }
 
-    /// After `mremap`: `to` is what it returned, None if it failed. Returns false if memory could not be registered.
+    /// After `mremap`: `to` is what it returned, None if it failed; false if memory could not be registered.
     pub fn after_remap(&self, to: Option<usize>) -> bool {
         let done = self.ask(Ask::Follow(to));
         if core::mem::take(&mut self.lock_in_hook().remapping.small) {

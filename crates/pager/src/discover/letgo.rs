@@ -52,8 +52,8 @@ pub(crate) const GIVE_UP_NS: u64 = 20_000_000_000;
 const DESCRIPTORS: u64 = 12;
 
 impl Pager {
-    /// Makes the ticker let go of this process, and returns once it has and no helper is left. Returns false if a page cannot be
-    /// brought back; then all is as before. The caller is a thread of the program with signals blocked, and holds no lock.
+    /// Makes the ticker let go of this process, and returns once it has and no helper is left; false if a page cannot be brought
+    /// back; then all is as before. The caller is a thread of the program with signals blocked, and holds no lock.
     pub fn let_go(&self) -> bool {
         let _ = self.letting.compare_exchange(KEEPS, ASKED, SeqCst, SeqCst);
         self.poke_ticker();
@@ -193,7 +193,7 @@ impl Pager {
 
     /// Has the handler bring some of the pages of `[first, end)` that are on disk, as if a thread touched them. So several reads
     /// are under way at once, and memory that may not be read (PROT_NONE) gets its pages back too. Nor does this thread wait in a
-    /// fault: a lost page may need this very thread (see `lost`). Returns false if nothing came for too long.
+    /// fault: a lost page may need this very thread (see `lost`); false if nothing came for too long.
     pub(crate) fn bring_from_disk(&self, first: u64, end: u64, patience: &mut Patience) -> bool {
         let (mut asked, mut n) = ([0; AT_ONCE], 0);
         {
@@ -238,8 +238,8 @@ impl Pager {
         }
     }
 
-    /// Puts a lost page's mark, which the kernel keeps, wherever nobody has touched the page yet; it would read as zeros. Returns
-    /// false if an event prevented it.
+    /// Puts a lost page's mark, which the kernel keeps, wherever nobody has touched the page yet; it would read as zeros; false
+    /// if an event prevented it.
     fn mark_lost(&self, patience: &mut Patience) -> bool {
         let mut at = 0;
         loop {

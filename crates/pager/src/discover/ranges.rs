@@ -75,7 +75,7 @@ impl Ranges {
         self.0.clear();
     }
 
-    /// Whether there are no ranges.
+    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

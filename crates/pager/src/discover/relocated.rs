@@ -1,5 +1,5 @@
-//! Makes relocated read-only tables evictable: the pointer tables that the linker relocated and made read-only in the objects
-//! that a program started with. A browser has 12 MiB of them in each process, a compiler 4 to 8.
+//! Makes relocated tables evictable: pointer tables that the linker relocated and made read-only in the objects that a program
+//! started with. A browser has 12 MiB of them in each process, a compiler 4 to 8.
 //!
 //! Such a table is a private mapping of a file, each page of which was written to. It is the process's own memory, but
 //! userfaultfd does not register it. Where the limit is tight it becomes anonymous memory with the same contents, at the same

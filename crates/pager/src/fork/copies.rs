@@ -1,12 +1,12 @@
 //! Traps writes to memory shared after a fork, where the copies might not fit.
 //!
 //! When a process writes to a page that it shares with a parent or child, the kernel makes a copy and tells nobody. Three
-//! children that each wrote to 64 MiB of their parent's had copied all of it, 192 MiB, before any of it was compressed. So where
-//! the copies would not fit, both sides have what they share write-protected by their tickers: in the parent before the fork
-//! returns, if that takes a moment only, and in the child before its first instruction. A write then is a fault like any other.
-//! It waits a moment for reclaim while the limit is exceeded, and ends the protection of the 256 KiB around it: that many pages
-//! may be copied unseen until the next fault. The waits are short, as the shared memory may be all there is. Where the copies do
-//! fit, each look of the ticker checks again, as more may come.
+//! children that each wrote to 64 MiB of their parent's had copied all 192 MiB before any was compressed. So where the copies
+//! would not fit, the tickers write-protect what is shared: in the parent before the fork returns, if that is soon, and in the
+//! child before its first instruction. A write then is a fault like any other. It waits a moment for reclaim while the limit is
+//! exceeded, and ends the protection of the 256 KiB around it: that many pages may be copied unseen until the next fault. The
+//! waits are short, as the shared memory may be all there is. Where the copies do fit, each look of the ticker checks again, as
+//! more may come.
 //!
 //! A write to a page that nobody shares any more copies nothing. So it does not wait (unless the limit is exceeded by much, see
 //! `exclusive`), and all such pages in the 2 MiB around it become writable at once. (The story: a program forks for each command
@@ -78,7 +78,7 @@ impl Pager {
         }
     }
 
-    /// Ends the protection of pages whose writes must not fault any more. Returns false if an event must be read first.
+    /// Ends the protection of pages whose writes must not fault any more; false if an event must be read first.
     ///
     /// What the kernel writes as a thread ends (the word that a joining thread waits for) waits for no fault handler: with the
     /// protection on it would be lost.
@@ -112,7 +112,7 @@ impl Pager {
         }
     }
 
-    /// In the forking thread, without the lock: waits a moment for the protection, as otherwise it would write unseen.
+    /// In the forking thread, without the lock: waits a moment for the protection, or it would write unseen.
     ///
     /// The story: where the ticker had no CPU for a few milliseconds, a parent had copied all of its 64 MiB by then.
     pub(crate) fn await_protection(&self) {
@@ -202,7 +202,7 @@ mod tests {
         runs
     }
 
-    /// See the head of the file. The writer waits until it is served, and what it wrote is there.
+    /// See the file's head. The writer waits until it is served, and what it wrote is there.
     #[test]
     fn a_write_is_told_and_those_around_it_are_not() {
         let (p, at) = begin();

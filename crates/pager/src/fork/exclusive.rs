@@ -8,8 +8,8 @@
 //! them. If MOVE refuses such a page, no other process has it, but the kernel does not know that until somebody writes to it;
 //! un-sharing it takes no memory (see `unshare`).
 //!
-//! Shared pages leave when nothing else was found for a moment, in which other processes may write. A few of them leave
-//! meanwhile: otherwise shared pages that nobody uses would stay forever, and used pages would be evicted in their place.
+//! Shared pages leave when nothing else was found for a moment, in which others may write. A few leave meanwhile: otherwise
+//! unused ones would stay forever, and used pages be evicted in their place.
 //!
 //! The story: three children that each wrote to all of their parent's 64 MiB, under a limit of 100, held 269. With each write
 //! trapped and delayed until there was room (`copies`), they still held 157: all four were evicting what they shared, for which
@@ -47,7 +47,7 @@ const MUCH_OVER_LEAST: usize = 8 << 20;
 /// One round in this many takes some shared pages, whatever else there is.
 const SHARED_ROUNDS: u32 = 16;
 
-/// See the head of the file.
+/// See the file's head.
 #[derive(Default)]
 pub(crate) struct Exclusive {
     /// Where the hand stands (an address).
@@ -227,7 +227,7 @@ mod tests {
         pages.filter(|page| s.pt.get((at / PAGE + page) as u64).tag() == tag).count()
     }
 
-    /// See the head of the file. (Other members hold so much. That nothing was found is believed for a moment.)
+    /// See the file's head. (Other members hold so much. That nothing was found is believed for a moment.)
     #[test]
     fn who_faults_beside_kin_makes_room_from_some_excess_on() {
         let (p, at) = begin();
@@ -253,7 +253,7 @@ mod tests {
         assert!(some, "{} pages stay", tags(p, at, 0..N, Tag::Resident));
     }
 
-    /// See the head of the file: beside a child, pages written to since leave; shared ones stay until nothing else is found.
+    /// See the file's head: beside a child, pages written to since leave; shared ones stay until nothing else is found.
     #[test]
     fn what_was_copied_leaves_before_what_is_shared() {
         let (p, at) = begin();

@@ -18,11 +18,11 @@ const LITTLE_SHARED: usize = 1 << 20;
 /// Least time between two measurements (nanoseconds); and as a multiple of what a measurement takes.
 const LEAST_PAUSE_NS: u64 = 20_000_000;
 const PAUSES: u64 = 20;
-/// The multiple once much may have been copied since: a part of what was shared, with this divisor.
+/// The multiple once much may have been copied: a part of what was shared, with this divisor.
 const PAUSES_SOON: u64 = 4;
 const MUCH: usize = 16;
 
-/// See the head of the file.
+/// See the file's head.
 #[derive(Default)]
 pub struct Kin {
     /// When memory came to be shared with a parent or child (the last fork; monotonic nanoseconds); 0 while hardly any is shared.

@@ -127,9 +127,9 @@ impl Pager {
         helped
     }
 
-    /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them. Returns false if
-    /// not all ranges were tried, because a thread that cedes memory waits for this, or a mapping call does not end. The rest is
-    /// found to be shared again.
+    /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them; false if not all
+    /// ranges were tried, because a thread that cedes memory waits for this, or a mapping call does not end. The rest is found to
+    /// be shared again.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
         // Once for all ranges: they are few, and other threads' calls would wait each time.
         let Some(mut s) = self.lock_between_calls() else { return false };
@@ -224,7 +224,7 @@ mod tests {
         leaves(0, false);
     }
 
-    /// See the head of the file: copied pages leave before more are copied.
+    /// See the file's head: copied pages leave before more are copied.
     #[test]
     fn little_is_copied_before_it_leaves() {
         const MANY: usize = 32 * N;
@@ -281,7 +281,7 @@ mod tests {
         assert_eq!(p.state.lock().resident, N);
     }
 
-    /// See the head of the file: if the noted memory was unmapped, whatever is mapped there since is left alone.
+    /// See the file's head: if the noted memory was unmapped, whatever is mapped there since is left alone.
     #[test]
     fn what_is_mapped_where_something_was_to_be_unshared_is_let_alone() {
         let p = testing::pager(16 << 20);

@@ -20,7 +20,7 @@ impl Holder {
         Identity::from_raw(self.0.load(Acquire))
     }
 
-    /// Takes the hold unless a living process has it. Returns false if one has, perhaps `me`.
+    /// Takes the hold unless a living process has it; false if one has, perhaps `me`.
     pub fn take(&self, me: Identity) -> bool {
         let holder = self.0.load(Acquire);
         let free = Identity::from_raw(holder).is_none_or(Identity::is_dead);

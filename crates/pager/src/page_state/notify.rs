@@ -1,5 +1,5 @@
-//! Write-protect notification: a client outside the process (a snapshot, a live migration) has pages of a program under `uzswap
-//! run --track-writes` protected. A thread that writes to one waits, the client is told, and the thread goes on when the client
+//! Write-protect notification: a client outside the process (a snapshot, a live migration) has pages of a program protected
+//! (`uzswap run --track-writes`). A thread that writes to one waits, the client is told, and the thread goes on when the client
 //! releases the page.
 //!
 //! ```text
@@ -154,8 +154,7 @@ impl Pager {
         }
     }
 
-    /// A thread wants to write to a protected page: tells the client, and makes the writer wait. Returns false if nothing is
-    /// protected.
+    /// A thread wants to write to a protected page: tells the client, and makes the writer wait; false if nothing is protected.
     pub(crate) fn tell_write(&self, s: &mut State, vpn: u64) -> bool {
         let Some(n) = &mut s.notified else { return false };
         if n.waiting.insert(vpn) {

@@ -264,7 +264,7 @@ impl Pager {
         }
     }
 
-    /// Makes memory shared with another process exclusive to this one without writing to it. Returns false if the kernel refuses.
+    /// Makes memory shared with another process exclusive to this one without writing to it; false if the kernel refuses.
     ///
     /// A write by MADV_POPULATE_WRITE would count as the program's. But since Linux 6.2 or so, pinning a page for reading
     /// un-shares it and leaves its protection as it was; and `process_vm_readv` pins what it reads.

@@ -23,8 +23,8 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    /// Starts a keeper, which holds the userfaultfd `uffd` when this returns. Returns None if that is refused; the region then
-    /// works the same, as long as the program closes nothing.
+    /// Starts a keeper, which holds the userfaultfd `uffd` when this returns; None if that is refused; the region then works the
+    /// same, as long as the program closes nothing.
     pub(super) fn start(uffd: i32) -> Option<Self> {
         let ((lives, waits), (said, heard)) = (channel::<()>(), channel());
         let quiet = SignalsBlocked::new();

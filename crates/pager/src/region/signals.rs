@@ -186,7 +186,7 @@ fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
 }
 
 impl Pager {
-    /// Serves a fault in the thread that got it. Returns false if the page is lost.
+    /// Serves a fault in the thread that got it; false if the page is lost.
     fn serve_signal(&self, vpn: u64, write: bool) -> bool {
         let mut s = self.state.lock();
         if write && let Some(marks) = &self.marks {

@@ -62,7 +62,7 @@ pub(super) struct Fork {
     pub markers: Vec<u8>,
 }
 
-/// The engine of a shared region: all its tables.
+/// All tables of a shared region.
 pub(super) struct Engine {
     /// Shared with threads that read pages on their way out.
     pub object: Arc<OwnedFd>,

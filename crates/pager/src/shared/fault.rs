@@ -89,8 +89,8 @@ impl Engine {
     }
 
     /// Removes the errors for pages `[from, to)` from all mappings, before those pages are punched. A punch removes what is
-    /// mapped, but no errors; so this replaces an error by a page of zeros, which nobody can write to. Returns false if a process
-    /// must run first: try again then.
+    /// mapped, but no errors; so this replaces an error by a page of zeros, which nobody can write to; false if a process must
+    /// run first: try again then.
     pub fn end_errors(&mut self, from: u64, to: u64) -> bool {
         let mut all = true;
         for k in 0..self.mappings.len() {
@@ -160,7 +160,7 @@ impl Engine {
         if self.bring_in(k, page, page + n as u64) { Served::Done } else { Served::Soon }
     }
 
-    /// Maps pages that the object holds in mapping `k`, as their markers ask. Returns false if its process must run first.
+    /// Maps pages that the object holds in mapping `k`, as their markers ask; false if its process must run first.
     pub fn bring_in(&mut self, k: usize, from: u64, to: u64) -> bool {
         let mut at = from;
         while at < to {

@@ -287,7 +287,7 @@ impl Judge {
         Self { stage, pace: Duration::ZERO, not_before: now, hold: HOLD }
     }
 
-    /// Notes that the guard has served `faults` faults; returns whether the second thread may be tried.
+    /// The guard has served `faults` faults; returns whether the second thread may be tried.
     fn served(&mut self, now: Instant, faults: u32) -> bool {
         let Stage::Own { since, count, last } = &mut self.stage else { return false };
         if faults == 0 {
@@ -307,7 +307,7 @@ impl Judge {
         now >= self.not_before
     }
 
-    /// The second thread begins; it has served `served` faults in all its life.
+    /// The second thread begins; it has served `served` faults so far.
     fn begin(&mut self, now: Instant, served: u64) {
         self.stage = Stage::Near { since: now, from: served, seen: served, looks: 0, late: false, quiet: 0 };
     }
@@ -319,7 +319,7 @@ impl Judge {
         }
     }
 
-    /// A look at the second thread: it has served `served` faults in all its life, and `waits` says that a fault waits.
+    /// A look at the second thread: it has served `served` faults so far, and `waits` says that a fault waits.
     fn look(&mut self, now: Instant, served: u64, waits: bool) -> Stays {
         let Stage::Near { since, from, seen, looks, late, quiet } = &mut self.stage else { return Stays::No };
         let new = served - core::mem::replace(seen, served);

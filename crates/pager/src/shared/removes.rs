@@ -174,7 +174,7 @@ impl Engine {
         doubts.iter().all(|d| d.blind || there(d.from) && there(d.to - 1))
     }
 
-    /// Does something with the gate closed; returns false if the gate cannot be closed.
+    /// Does something with the gate closed; false if the gate cannot be closed.
     fn gated(&mut self, work: impl FnOnce(&mut Self)) -> bool {
         let Some(gate) = &mut self.removes.gate else { return false };
         if (0..CLOSINGS).all(|_| gate.close().is_err()) {
@@ -329,8 +329,8 @@ impl Engine {
         self.removes.insert(Doubt { from: first, to: last + 1, of, blind: false });
     }
 
-    /// With the gate closed: makes sure that the object has the page. Returns false if the page has no contents, None if there is
-    /// no memory.
+    /// With the gate closed: makes sure that the object has the page; false if the page has no contents, None if there is no
+    /// memory.
     fn make_witness(&mut self, page: u64) -> Option<bool> {
         match self.pt.get(page).tag() {
             Tag::Resident | Tag::Busy => match self.removes.gate().holds(page) {
@@ -529,8 +529,7 @@ impl Engine {
         }
     }
 
-    /// An ioctl on mapping `k` answered `EAGAIN`: reads its events. Returns false if its process must run first; then release the
-    /// lock.
+    /// An ioctl on mapping `k` answered `EAGAIN`: reads its events; false if its process must run first; then release the lock.
     pub fn wait_out(&mut self, k: usize) -> bool {
         for _ in 0..LOOKS {
             let uffd = self.mappings[k].uffd();

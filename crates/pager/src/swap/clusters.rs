@@ -163,8 +163,8 @@ impl ClusterMap {
         let _ = self.rows[row].taker.compare_exchange(me.raw(), 0, SeqCst, Relaxed);
     }
 
-    /// Makes `me` the owner of a row that is free or a dead process's, empties it, and frees it unless `keeps`. Returns false if
-    /// it is neither, or another's by now.
+    /// Makes `me` the owner of a row that is free or a dead process's, empties it, and frees it unless `keeps`; false if it is
+    /// neither, or another's by now.
     fn take(&self, row: usize, me: Identity, keeps: bool) -> bool {
         let r = &self.rows[row];
         if !r.is_to_be_had() || !self.hold(row, me) {
@@ -186,8 +186,8 @@ impl ClusterMap {
         taken
     }
 
-    /// Empties a row and frees it if it is `me`'s and not about to be taken over by a child. Returns false if it is not, or if
-    /// another process has come to take it.
+    /// Empties a row and frees it if it is `me`'s and not about to be taken over by a child; false if it is not, or if another
+    /// process has come to take it.
     fn give_up(&self, row: usize, me: Identity) -> bool {
         let r = &self.rows[row];
         let is_mine = || r.owner.load(SeqCst) == me.raw() && r.heir.load(SeqCst) == 0;
@@ -409,7 +409,7 @@ impl Pager {
         }
     }
 
-    /// In a forked child, with the lock held: takes over the row made for it. Returns false if it has pages on disk and no row.
+    /// In a forked child, with the lock held: takes over the row made for it; false if it has pages on disk and no row.
     pub(crate) fn take_inherited_row(&self, clusters: usize) -> bool {
         let row = self.rows.child.swap(NONE, Relaxed);
         self.rows.own.store(row, Relaxed);

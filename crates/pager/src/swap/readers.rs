@@ -37,8 +37,8 @@ impl Default for Readers {
 }
 
 impl Readers {
-    /// Makes thread `i` fill `bytes`, which belong to it until the result was taken; `last` if this is the last try. Returns
-    /// false if there is no such thread.
+    /// Makes thread `i` fill `bytes`, which belong to it until the result was taken; `last` if this is the last try; false if
+    /// there is no such thread.
     pub(super) fn post(&self, i: usize, at: u64, bytes: &mut [u8], last: bool) -> bool {
         let reader = &self.all[i];
         reader.tid.load(Relaxed) > 0
@@ -55,7 +55,7 @@ impl Readers {
         self.all.iter().for_each(Worker::end);
     }
 
-    /// In a forked child: forgets the threads, which do not exist there.
+    /// In a forked child, which has none of them.
     pub(crate) fn forget(&self) {
         self.all.iter().for_each(Worker::forget);
         self.event.store(-1, Relaxed);

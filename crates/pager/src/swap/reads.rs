@@ -11,8 +11,8 @@
 //! is closed: the read is given up and asked for again. Only the first slot's reads are then made on the spot, and the handler
 //! waits for them; it makes no other slot's, as it does not have that connection.
 //!
-//! A slot's buffer belongs to the kernel (or the thread) from the moment at which its read is begun until the read is found
-//! ended. Used by the handler alone; a forked child has none of its parent's reads.
+//! A slot's buffer belongs to the kernel (or the thread) from when its read is begun until the read is found ended. Used by the
+//! handler alone; a forked child has none of its parent's reads.
 
 use super::io::{STANDS_NS, some_blocks};
 use super::readers::READERS;

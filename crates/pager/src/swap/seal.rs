@@ -36,8 +36,8 @@ impl Seal {
         seal.renew().then_some(seal)
     }
 
-    /// In a forked child: switches to nonces that its parent does not use. Returns false if there are no random numbers; nothing
-    /// may be sealed then.
+    /// In a forked child: switches to nonces that its parent does not use; false if there are no random numbers; nothing may be
+    /// sealed then.
     #[must_use]
     pub(super) fn renew(&mut self) -> bool {
         self.count = 0;

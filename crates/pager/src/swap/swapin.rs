@@ -201,8 +201,8 @@ impl Pager {
         fd >= 0 && uzswap_sys::uffd::is_readable(fd)
     }
 
-    /// Puts what was read where it belongs: the objects that are waited for, and what came along. Returns false if the object
-    /// that the read was begun for is right and found no room in the pool.
+    /// Puts what was read where it belongs: the objects that are waited for, and what came along; false if the object that the
+    /// read was begun for is right and found no room in the pool.
     fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], waiting: &[Waiting]) -> bool {
         let Some(swap) = s.swap.as_mut() else { return true };
         swap.look_for_room(self);

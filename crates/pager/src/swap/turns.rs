@@ -1,10 +1,10 @@
 //! Decides whose turn it is to write back when the pools of a group are full.
 //!
-//! The pool-full path goes round the groups below the full one, from the moment at which their pools exceed `max_pool_percent` of
-//! its limit until they are down to `accept_threshold_percent` of that. Each process has its own list, which no other can touch.
-//! So the group's page has, for each member, how far it has come ([`Slot::turn`]). A member goes on while it is less than
-//! [`TURN`] pages ahead of the one furthest behind; otherwise it wakes that one. What is counted is pages *met*, as in the
-//! kernel: a group whose memory is in use gives its second chances, and one whose memory is idle gives the memory.
+//! The pool-full path goes round the groups below the full one, from when their pools exceed `max_pool_percent` of its limit
+//! until they are down to `accept_threshold_percent` of that. Each process has its own list, which no other can touch. So the
+//! group's page has, for each member, how far it has come ([`Slot::turn`]). A member goes on while it is less than [`TURN`] pages
+//! ahead of the one furthest behind; otherwise it wakes that one. What is counted is pages *met*, as in the kernel: a group whose
+//! memory is in use gives its second chances, and one whose memory is idle gives the memory.
 //!
 //! ```text
 //!  group a   ████████████░░░░   ahead by a turn: waits, and wakes those behind

@@ -20,7 +20,7 @@ impl Worker {
         await_end(self.tid.load(Relaxed));
     }
 
-    /// In a forked child: forgets the thread, which does not exist there.
+    /// In a forked child, which does not have it.
     pub(super) fn forget(&self) {
         self.tid.store(0, Relaxed);
         self.job.forget();

@@ -1,4 +1,4 @@
-//! Decides whether it is worthwhile to make objects dense before they are written (`dense`).
+//! Decides whether to make objects dense before they are written (`dense`).
 //!
 //! Making them dense takes the writing thread time, more of it on a busy machine, and saves bytes on disk. The price of a byte is
 //! how long the thread waits for the disk because both of its buffers are being written. If it never waits the disk has time to
