@@ -352,7 +352,6 @@ impl State {
     }
 }
 
-/// The first part of `[at, end)` that is managed.
 fn managed_part(s: &State, at: usize, end: usize) -> Option<(usize, usize)> {
     let parts = s.managed.overlapping(at, end).map(|(a, b)| (at.max(a), end.min(b)));
     parts.min()

@@ -43,7 +43,6 @@ impl State {
         self.noted_pages() >= COPIED_MOST
     }
 
-    /// Number of pages noted.
     pub(crate) fn noted_pages(&self) -> usize {
         self.unshare.iter().map(|(_, len)| len / PAGE).sum()
     }

@@ -30,7 +30,6 @@ use uzswap_mm::pagetable::Tag;
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::Errno;
 
-/// The marker of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Marker {
     /// Nobody tracks writes.

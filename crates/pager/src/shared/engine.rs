@@ -255,12 +255,10 @@ impl Engine {
         self.tidy_lists();
     }
 
-    /// Counts a page as evicted.
     pub fn count_eviction(&mut self) {
         self.evictions = next_eviction(self.evictions, 1);
     }
 
-    /// The mapping with number `id`.
     pub fn mapping(&mut self, id: u64) -> Option<&mut Mapping> {
         self.mappings.iter_mut().find(|m| m.id == id)
     }
@@ -330,7 +328,6 @@ impl Engine {
         }
     }
 
-    /// Bytes of the tables.
     pub fn metadata_bytes(&self) -> usize {
         self.pt.metadata_bytes()
             + self.lru.active.metadata_bytes()

@@ -14,7 +14,6 @@ use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
 use uzswap_sys::{blockio, memfd};
 
-/// Pages in a batch.
 pub(super) const BATCH_PAGES: usize = 64;
 /// Batch numbers have 25 bits, as they must fit a table entry.
 const NUMBER_MASK: u32 = (1 << 25) - 1;

@@ -22,7 +22,6 @@ impl Pages {
     pub fn new(pages: u64) -> Self {
         Self(vec![0; pages.div_ceil(64) as usize])
     }
-    /// Whether a page is in it.
     pub fn has(&self, page: u64) -> bool {
         self.0[(page / 64) as usize] & (1 << (page % 64)) != 0
     }
@@ -140,7 +139,6 @@ impl Mapping {
         Uffd::from_raw(self.uffd.as_raw_fd())
     }
 
-    /// A page's address.
     pub fn address(&self, page: u64) -> usize {
         self.base + page as usize * PAGE
     }

@@ -390,7 +390,6 @@ impl Server {
         }
     }
 
-    /// The reclaim thread.
     fn reclaim(&self) {
         let mut batch = self.engine().new_batch();
         while !self.stopping.load(SeqCst) {

@@ -37,12 +37,10 @@ impl Pins {
         Self { list: Vec::new(), pages: Pages::new(pages), pinned: 0, more: HashMap::new() }
     }
 
-    /// Whether a page has a pin.
     pub fn has(&self, page: u64) -> bool {
         self.pinned != 0 && self.pages.has(page)
     }
 
-    /// Bytes of the table.
     pub fn metadata_bytes(&self) -> usize {
         self.pages.bytes()
     }

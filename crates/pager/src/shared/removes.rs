@@ -111,7 +111,6 @@ impl Removes {
         self.doubts.len()
     }
 
-    /// Bytes of the table.
     pub fn metadata_bytes(&self) -> usize {
         self.doubts.capacity() * size_of::<Doubt>() + self.doubts.iter().map(|d| d.of.capacity() * 8).sum::<usize>()
     }

@@ -32,7 +32,6 @@ impl Store {
         self.pool.held_bytes()
     }
 
-    /// Bytes of the tables.
     pub fn metadata_bytes(&self) -> usize {
         self.pool.metadata_bytes()
     }

@@ -7,7 +7,6 @@ use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use uzswap_sys::socket;
 
-/// A message.
 pub(super) type Words = [u64; 16];
 
 /// First word of a connection: protocol and version.
@@ -99,7 +98,6 @@ pub(super) const BEFORE_READING: u64 = 1;
 /// See [`INJECT_STARVE`].
 pub(super) const BEFORE_WAKING: u64 = 2;
 
-/// Bytes of a message.
 pub(super) const BYTES: usize = size_of::<Words>();
 
 /// Sends a message.

@@ -292,7 +292,6 @@ impl Pager {
         result
     }
 
-    /// Counts a read of `len` bytes.
     pub(super) fn count_swap_read(&self, len: usize, result: Result<(), Errno>) {
         match result {
             Ok(()) => self.counters().swap_read_bytes.fetch_add(len as u64, Relaxed),

@@ -31,7 +31,6 @@ impl Scene {
     }
 }
 
-/// Starts recording.
 fn record(s: &mut State) -> &'static Rings {
     let rings = testing::rings();
     s.recorder = Some(Recorder::new(rings, 0));

@@ -39,7 +39,6 @@ pub(super) const NOT_TRIED: Errno = libc::ENOLINK;
 const HOLD_NS: u64 = 3_000_000;
 const HOLD_MESSAGES: u64 = 8;
 
-/// The stage of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Planned,

@@ -49,12 +49,9 @@ word!(AtomicU64, u64);
 
 /// The words, and the steps on them.
 pub(crate) trait References {
-    /// A word of 32 bits.
     type Half: Word<u32>;
-    /// A word of 64 bits.
     type Whole: Word<u64>;
 
-    /// Number of clusters.
     fn clusters(&self) -> u32;
     /// One more than the highest row ever used.
     fn used_rows(&self) -> usize;
@@ -110,12 +107,10 @@ pub(crate) trait References {
         }
     }
 
-    /// Makes a row refer to a cluster.
     fn refer(&self, row: usize, cluster: u32) {
         self.bits(row, cluster as usize / 64).or(1 << (cluster % 64));
     }
 
-    /// Whether a row refers to a cluster.
     fn refers(&self, row: usize, cluster: u32) -> bool {
         self.bits(row, cluster as usize / 64).load() & 1 << (cluster % 64) != 0
     }

@@ -58,7 +58,6 @@ enum Installed {
 /// A fault that was read and is not served yet.
 #[derive(Clone, Copy)]
 pub(crate) struct Waiting {
-    /// The request.
     pub(crate) r: Request,
     /// Reads begun for its page that did not bring it.
     tries: u32,
