@@ -204,7 +204,7 @@ mod tests {
         rests
     }
 
-    /// However busy the machine is, the patience is not over, and nothing was found for less than a round.
+    /// However busy the machine is, the patience is not over, and the next round is not one that takes shared pages.
     fn be_patient(p: &Pager) {
         let mut s = p.state.lock();
         s.exclusive.found = thread::now_ns() + 1_000_000_000;
@@ -227,7 +227,7 @@ mod tests {
         pages.filter(|page| s.pt.get((at / PAGE + page) as u64).tag() == tag).count()
     }
 
-    /// See the file's head. (Other members hold so much. That nothing was found is believed for a moment.)
+    /// See the file's head. (`stored` takes what another member holds, in MiB. That nothing was found is believed for a moment.)
     #[test]
     fn who_faults_beside_kin_makes_room_from_some_excess_on() {
         let (p, at) = begin();

@@ -1,4 +1,5 @@
 //! The limits of a group, and what happens at each.
+//!
 //! ```text
 //!        memory.high                        memory.max
 //! ────────────┼──────────────────────────────────┼───────────────▶ charge: resident + pool + metadata

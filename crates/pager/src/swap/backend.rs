@@ -1,4 +1,5 @@
 //! Block I/O behind the swap file: a file, or a server that the command speaks to on behalf of its members.
+//!
 //! ```text
 //! file     pread, pwrite                             in the helpers' own descriptor table
 //! remote   request ─ Unix socket ─▶ `uzswap run` ─▶ server       a socket for each reading thread, and the writing one

@@ -6,8 +6,8 @@
 //!   └──── checked, and stored as it was ◀── one read, without the lock ──────┘       `swapin`, before a fault is served
 //! ```
 //! Objects are written as they are stored: nothing is decompressed to be written back, and a page that is wanted comes back
-//! through the pool. On disk each object is preceded by its first page's number, so that the owner of what is read along with
-//! another object is known. The books (`mm::swapfile`) have the place, the length and a checksum of each object; the pages have
+//! through the pool. On disk each object is preceded by its first page's number, so that an object read along with another can be
+//! assigned to its pages. The books (`mm::swapfile`) have the place, the length and a checksum of each object; the pages have
 //! their hashes as in the pool. So a page comes back bit for bit, or the process is told (SIGBUS); it never becomes zeros.
 //!
 //! Rules:
