@@ -20,12 +20,9 @@ impl Size {
         let text = text.trim();
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let (number, unit) = text.split_at(end);
-        let plain = number.bytes().any(|b| b.is_ascii_digit()) && number.matches('.').count() <= 1;
-        let value: f64 = match number.parse() {
-            Ok(value) if plain => value,
-            _ => {
-                return Err(format!("`{text}` is not a size: write it as 512M, 1.5GiB or 50%"));
-            }
+        // (Of digits and points alone: no `nan`, no `1e3`. Too many digits are infinity, which is too large.)
+        let Ok(value) = number.parse::<f64>() else {
+            return Err(format!("`{text}` is not a size: write it as 512M, 1.5GiB or 50%"));
         };
         let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
             "%" if value > 0.0 && value <= 100.0 => return Ok(Size::Percent(value)),
@@ -73,7 +70,7 @@ pub fn human(bytes: u64) -> String {
         value /= 1024.0;
         unit += 1;
     }
-    let shown = if unit == 0 || value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") };
+    let shown = if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") };
     format!("{shown} {}", UNITS[unit])
 }
 
