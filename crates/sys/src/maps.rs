@@ -37,6 +37,10 @@ pub fn mapping_at(fd: i32, address: usize) -> Option<(usize, usize, bool)> {
 /// The mapping at an address, or else the next one above it; `None` if there is neither. `fd` is an open maps file.
 /// `name` receives the name column, which only anonymous memory has here.
 ///
+/// The story: the name was asked for where the mapping had begun a moment before. If another thread had changed the rights of some of it
+/// in between, the answer was what lay before the address. An `mremap` of a page beside it was then made in parts that were none: it was
+/// refused (EINVAL), and what it was to replace was gone.
+///
 /// # Errors
 /// `ENOTTY` if the kernel cannot say (before 6.11); others if it has no memory for the answer.
 pub fn mapping_from(fd: i32, address: usize, name: &mut [u8; NAME_BYTES]) -> Result<Option<Mapping<'_>>, Errno> {
@@ -47,7 +51,8 @@ pub fn mapping_from(fd: i32, address: usize, name: &mut [u8; NAME_BYTES]) -> Res
     // A file's name may be longer than the buffer.
     let mut letters = 0;
     if answer[8] == 0 {
-        answer = query(fd, answer[3] as usize, 0, name)?;
+        // (Not at its start: it may be two by now, of which the first ends before the address.)
+        answer = query(fd, address.max(answer[3] as usize), 0, name)?;
         // The length includes the terminating zero.
         letters = (answer[10] as u32 as usize).saturating_sub(1);
     }
@@ -241,6 +246,35 @@ mod tests {
         assert!(anonymous > 0 && asked.iter().any(|m| (m.0..m.1).contains(&(at + 4096))));
         assert_eq!(mapping_from(fd, 1 << 47, &mut name), Ok(None));
         assert!(mapping_from(-1, 0, &mut name).is_err());
+    }
+
+    /// See [`mapping_from`].
+    #[test]
+    fn who_asks_beside_changes_of_rights_is_told_of_nothing_before_the_address() {
+        const CHANGES: usize = 50_000;
+        let fd = crate::raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY).expect("maps");
+        let mut name = [0; NAME_BYTES];
+        if mapping_from(fd, 0, &mut name) == Err(libc::ENOTTY) {
+            return crate::skip("this kernel cannot be asked (before 6.11)");
+        }
+        let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a mapping of the test's own.
+        let at = unsafe { libc::mmap(core::ptr::null_mut(), 4 * 4096, rw, flags, -1, 0) } as usize;
+        let (page, mut asked) = (at + 2 * 4096, 0);
+        std::thread::scope(|threads| {
+            let changes = threads.spawn(|| {
+                for i in 0..CHANGES {
+                    let rights = if i % 2 == 0 { libc::PROT_READ } else { rw };
+                    // SAFETY: rights of the test's own memory, which nobody uses.
+                    unsafe { libc::mprotect((at + 4096) as *mut _, 4096, rights) };
+                }
+            });
+            while !changes.is_finished() {
+                let m = mapping_from(fd, page, &mut name).expect("it can be asked").expect("it is mapped");
+                assert!((m.start..m.end).contains(&page), "{:x}-{:x} after {asked} answers", m.start, m.end);
+                asked += 1;
+            }
+        });
     }
 
     #[test]
