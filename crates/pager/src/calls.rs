@@ -11,6 +11,8 @@
 //!   pages: while an event is unread nothing moves.)
 //! - `fork` runs alone: the child's tables are a copy, and it gets none of the parent's events.
 //! - So do the ticker's scans: between the event of `madvise` and the end of the call, old pages are still there.
+//! - So does everything that registers memory by what is known or was read: while an event is unread, something else may be
+//!   mapped there.
 //!
 //! While an event is unread no page can come in (the kernel answers EAGAIN), and threads that made such calls all the time left
 //! hardly a moment without one. So while a fault or reclaim waits for an event, new calls are held back, for a moment at most;
@@ -42,8 +44,8 @@ const SCAN_WAITS_NS: u64 = 2_000_000;
 /// How long engaging waits for calls that began before calls were ordered: this many pauses of [`ENGAGE_WAIT_NS`]. (A signal
 /// handler that never returns leaves a call counted for good.)
 ///
-/// The story: a torture run on a machine with a load of eleven read a page of zeros, and reading the code showed why. The wait
-/// was 20 ms, less than a thread may wait for a CPU, so a thread's `mremap` ran beside ordered ones.
+/// The story: found by reading. The wait was 20 ms, less than a thread may wait for a CPU, so a thread's `mremap` ran beside
+/// ordered ones.
 const ENGAGE_WAITS: u32 = 10_000;
 const ENGAGE_WAIT_NS: u64 = 200_000;
 

@@ -169,8 +169,8 @@ impl Pager {
     }
 
     /// Reads where the process stands, and engages or scans when it is time (a scan is made if `wanted`). Returns the CPU time
-    /// until the next look (nanoseconds); None when a scan could not be made now, or when what keeps memory from being managed
-    /// may pass.
+    /// until the next look (nanoseconds); None when a scan could not be made or shared memory not be protected now, or when what
+    /// keeps memory from being managed may pass.
     fn look(&'static self, scans: &mut Scans, wanted: bool, watch: &mut Watch) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
         // First, as this look may not see what is mapped from now on.
@@ -190,7 +190,12 @@ impl Pager {
         }
         // Read again, under the lock: faults served while this thread waited for the lock, or for a CPU, are counted then.
         let mut s = self.lock_and_lift(watch);
-        self.protect_after_fork(&s);
+        let mut held_up = false;
+        if self.is_to_protect(&s) {
+            drop(s);
+            held_up = !self.protect_between_calls();
+            s = self.lock_and_lift(watch);
+        }
         let rss = self.read_rss();
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());
@@ -235,7 +240,7 @@ impl Pager {
         if over {
             self.wake_reclaim();
         }
-        Some(8_000_000)
+        (!held_up).then_some(8_000_000)
     }
 
     /// Takes the lock. If that takes long, its holder may be the reclaim thread, at idle policy and waiting for a CPU while

@@ -22,7 +22,8 @@
 //!
 //! Pages pinned from then on are made writable in full (`may_be_written`).
 //!
-//! Invariants: protection begins with the pager's lock held, and `protections` counts how often. A hook must not fault while it
+//! Invariants: protection begins with the pager's lock held, and `protections` counts how often. It begins between mapping calls,
+//! as it registers the managed memory, which by then must not be something else. A hook must not fault while it
 //! holds the lock; it writes to its pages before it takes the lock, and again if that count has changed by then (`lock_in_hook`).
 //! Protection leaves out pinned memory (control blocks), ceded memory, and memory that is protected as it leaves (`read_only`).
 //! With `--track-writes` pages are protected for another purpose, and copies are not trapped.
@@ -89,9 +90,9 @@ impl Pager {
         none || pages.all(|page| self.uffd().write_protect(page, PAGE, false) != Err(libc::EAGAIN))
     }
 
-    /// In the ticker, with the lock held: protects in the parent after a fork, and on either side later, once the copies would
-    /// not fit any more.
-    pub(crate) fn protect_after_fork(&self, s: &State) {
+    /// Whether it is time to protect: in the parent after a fork, and on either side later, once the copies would not fit any
+    /// more. If not, a forking thread that waits goes on.
+    pub(crate) fn is_to_protect(&self, s: &State) -> bool {
         let forked = self.forked.load(SeqCst);
         let protects = match forked {
             AWAITED => self.copies_may_exceed(s),
@@ -101,13 +102,37 @@ impl Pager {
                 let who = (s.rss + shared) / s.rss.max(1);
                 shared >= MUCH_SHARED && self.may_exceed(s, shared * who.max(2))
             }
-            _ => return,
+            _ => false,
         };
-        if protects {
-            self.protect_shared(s, &[]);
+        if !protects && forked == AWAITED {
+            self.let_forked_go_on(UNPROTECTED);
         }
-        self.forked.store(if protects { PROTECTED } else { UNPROTECTED }, SeqCst);
-        if forked == AWAITED {
+        protects
+    }
+
+    /// Protects if it is time to, with the lock held and no mapping call under way.
+    pub(crate) fn protect_after_fork(&self, s: &State) {
+        if self.is_to_protect(s) {
+            self.protect_shared(s, &[]);
+            self.let_forked_go_on(PROTECTED);
+        }
+    }
+
+    /// The same in the ticker, without the lock held; false if mapping calls cannot be stopped now.
+    ///
+    /// The story: mapping calls kept running. A thread had just mapped a memfd privately in the place of managed memory, and the
+    /// event was still unread, so the new mapping was registered. A sequential fault then copied pages of zeros ahead into it,
+    /// where the file's pages should be (once, in `torture` on a machine with a load of eleven).
+    pub(crate) fn protect_between_calls(&self) -> bool {
+        let Some(s) = self.lock_between_calls() else { return false };
+        self.protect_after_fork(&s);
+        drop(s);
+        self.calls.go_on();
+        true
+    }
+
+    fn let_forked_go_on(&self, how: u32) {
+        if self.forked.swap(how, SeqCst) == AWAITED {
             lock::futex_wake(&self.forked, u32::MAX, false);
         }
     }
@@ -176,6 +201,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use uzswap_mm::lru::List;
     use uzswap_sys::uffd::Message;
+    use uzswap_sys::{maps, sys};
 
     const N: usize = 256;
 
@@ -352,6 +378,43 @@ mod tests {
         p.kin.seem_shared(4 << 20);
         assert!(look(15 << 20));
         assert_eq!(protected(p, at).as_slice(), core::slice::from_ref(&(0..N)));
+        p.engaged.store(false, SeqCst);
+    }
+    /// See [`Pager::protect_between_calls`].
+    #[test]
+    fn what_is_mapped_in_the_place_of_what_was_managed_is_not_registered() {
+        let (p, at) = begin();
+        p.engaged.store(true, SeqCst);
+        p.forked.store(AWAITED, SeqCst);
+        p.state.lock().rss = 32 << 20;
+        // SAFETY: a file of the test's own.
+        let file = unsafe { sys!(libc::SYS_memfd_create, c"pages".as_ptr(), 0) }.expect("a file");
+        // SAFETY: the bytes are there.
+        unsafe { sys!(libc::SYS_pwrite64, file, [9u8; N * PAGE].as_ptr(), N * PAGE, 0) }.expect("its contents");
+        let meanwhile = std::thread::scope(|scope| {
+            let maps = scope.spawn(|| {
+                let held = p.calls.begin(false);
+                let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
+                // SAFETY: memory of the test's own is replaced.
+                let mapped = unsafe { sys!(libc::SYS_mmap, at, N * PAGE, libc::PROT_READ, flags, file, 0) };
+                p.calls.end(held);
+                mapped
+            });
+            // (Its event is not read.)
+            while !p.uffd().wait(-1) {}
+            let meanwhile = (p.protect_between_calls(), maps::is_registered(at), p.forked.load(SeqCst));
+            let s = &mut *p.state.lock();
+            let event = p.uffd().read().expect("the client is there").expect("a message");
+            p.event(s, event);
+            assert_eq!(maps.join().unwrap(), Ok(at));
+            let ahead = Request { vpn: (at / PAGE) as u64, write: false, protected: false };
+            assert!(p.serve(s, ahead).is_ok(), "no event is unread");
+            meanwhile
+        });
+        assert_eq!(meanwhile, (false, Some(false), AWAITED), "it is to be tried again");
+        // SAFETY: the mapping just made.
+        assert_eq!(unsafe { *(at as *const u8) }, 9, "a page that is not the file's");
+        assert!(p.protect_between_calls() && maps::is_registered(at) == Some(false));
         p.engaged.store(false, SeqCst);
     }
 
