@@ -92,7 +92,12 @@ impl Pager {
         Some(ENGAGE_AGAIN_NS)
     }
 
-    /// Registers memory and starts the helpers.
+    /// Registers memory and starts the helpers, while no mapping call of the program is under way.
+    ///
+    /// The story: found by reading. Engaging reads all mappings first, and then registers them. A mapping that a thread made over
+    /// some of it in between was registered too: a private mapping of a memfd, say, of which the pager knew nothing, and which got
+    /// pages of zeros where the file's should be (see [`Pager::protect_between_calls`]). Memory that was unmapped in between, and
+    /// mapped and filled anew before the pager asked what is there, was listed but not registered: it could be taken out.
     pub(crate) fn engage(&'static self) -> Result<(), Refused> {
         // The descriptors may be open already, since before the process changed its user: see `credentials`.
         if self.uffd.load(Relaxed) < 0 {
@@ -101,14 +106,9 @@ impl Pager {
         let uffd = self.uffd();
         self.calls.order();
         self.register_own(&uffd).map_err(Refused::of("registration of uzswap's own memory"))?;
-        if self.without_move {
-            // A call under way could move memory to a place that is not registered.
-            self.calls.stop();
-        }
+        self.calls.stop();
         let begun = self.take_charge();
-        if self.without_move {
-            self.calls.go_on();
-        }
+        self.calls.go_on();
         if let Err(e) = begun {
             self.end_started();
             // Nothing has been evicted yet. Closing the descriptor ends its registrations, and waiting threads go on.
@@ -280,6 +280,7 @@ extern "C" fn run_reclaim(arg: usize) -> ! {
 mod tests {
     use super::*;
     use crate::testing;
+    use core::sync::atomic::AtomicBool;
 
     /// See [`Pager::close_uffd`].
     #[test]
@@ -313,6 +314,30 @@ mod tests {
         let tries = tries.collect::<Vec<_>>();
         let refused = tries.iter().take_while(|tried| **tried == Err(libc::EMFILE)).count();
         assert!(refused > 3 && tries[refused..].iter().all(|tried| *tried == Err(libc::EAGAIN)), "{tries:?}");
+    }
+
+    /// See [`Pager::engage`].
+    #[test]
+    fn memory_comes_to_be_managed_between_calls() {
+        if !testing::by_itself("discover::engage::tests::memory_comes_to_be_managed_between_calls") {
+            return;
+        }
+        let (p, ended) = (testing::pager(16 << 20), AtomicBool::new(false));
+        p.state.lock().pinned.push((0, usize::MAX));
+        p.close_uffd();
+        p.group.faults.set("thread=1/1", 0).unwrap();
+        let held = p.calls.begin(false);
+        std::thread::scope(|threads| {
+            let engages = threads.spawn(|| (p.engage().map_err(|refused| refused.error), ended.load(SeqCst)));
+            while !p.calls.are_to_stop() {
+                assert!(!engages.is_finished(), "a call is under way");
+                std::thread::yield_now();
+            }
+            ended.store(true, SeqCst);
+            p.calls.end(held);
+            assert_eq!(engages.join().unwrap(), (Err(libc::EAGAIN), true));
+        });
+        assert!(p.calls.try_stop_now(), "they go on");
     }
 
     /// See [`Refused::may_pass`].

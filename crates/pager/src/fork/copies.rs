@@ -380,6 +380,7 @@ mod tests {
         assert_eq!(protected(p, at).as_slice(), core::slice::from_ref(&(0..N)));
         p.engaged.store(false, SeqCst);
     }
+
     /// See [`Pager::protect_between_calls`].
     #[test]
     fn what_is_mapped_in_the_place_of_what_was_managed_is_not_registered() {
