@@ -5,6 +5,7 @@
 //! others send it. It stops when the program stops, and ends as it ends. It does not enforce the limit; the program's processes
 //! do that among themselves. If the command is killed they go on running, but nobody talks to the swap server for them any more.
 
+use crate::addressed::Addressed;
 use crate::check::{self, Refused};
 use crate::cli::RunArgs;
 use crate::config::{Compressor, Config, plain};
@@ -200,13 +201,15 @@ fn start_program(
     let number =
         group.file.inode().map_err(|e| format!("the memory shared with the program cannot be asked: {}", plain(&e)))?;
     start.env(ENV_NODE, format!("{}@{number}", group.node));
+    let mut addressed = Addressed::of(&start, command);
     // SAFETY: the closure makes async-signal-safe calls only.
     unsafe {
         start.pre_exec(move || {
             inherited.restore();
             inherited.close_streams();
             handed.give();
-            files.map_or(Ok(()), Limit::restore)
+            files.map_or(Ok(()), Limit::restore)?;
+            addressed.as_mut().map_or(Ok(()), |program| Err(program.execute()))
         });
     }
     match start.spawn() {

@@ -96,3 +96,23 @@ fn orphans_that_are_the_commands_children_do_not_stay_when_they_end() {
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), said.as_str()), (Some(7), ""));
 }
+
+/// See the command's module `addressed`.
+#[test]
+fn what_names_the_command_by_its_number_names_the_program() {
+    agent_built();
+    let names = "echo $((LISTEN_PID == $$)) $((WATCHDOG_PID == $$)) $LISTEN_FDS $0 $1 $(env | grep -c ^LISTEN_PID)";
+    let shown = |listen: &str, limited: &[&str]| {
+        // (The shell's own number is that of what it executes.)
+        let start = format!("export LISTEN_FDS=2 LISTEN_PID={listen} LISTEN_PIDFDID=1 WATCHDOG_PID=$$; exec \"$@\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &start, "sh"]).args(limited).args(["sh", "-c", names, "called", "with"]);
+        let output = command.env_remove("LISTEN_PID").output().unwrap();
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+    };
+    let limited = [UZSWAP, "run", "-q", "-m", "128M", "--"];
+    for (listen, seen, left) in [("$$", "1 1 2 called with", 1), ("7", "0 1 2 called with", 2)] {
+        assert_eq!(shown(listen, &[]), format!("{seen} 2\n"), "without uzswap");
+        assert_eq!(shown(listen, &limited), format!("{seen} {left}\n"));
+    }
+}
