@@ -16,6 +16,7 @@ use uzswap::group_file;
 use uzswap_mm::size::{Size, human};
 use uzswap_pager::group::ENV_GROUP;
 use uzswap_sys::probe;
+use uzswap_sys::process::is_in_own_proc;
 use uzswap_sys::rights::{has_capabilities, is_privileged};
 use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, FEATURE_EVENT_UNMAP, FEATURE_THREAD_ID};
 
@@ -50,6 +51,22 @@ pub fn nested() -> Result<(), Refused> {
             .into()),
         _ => Ok(()),
     }
+}
+
+/// What to change if /proc is of another PID namespace.
+pub const OWN_PROC: &str = "mount one of this namespace (`unshare --mount-proc` does)";
+
+/// Refuses to run if /proc is of another PID namespace: by the pids there a program finds its group, and its processes find each
+/// other.
+///
+/// The story: the program of `unshare --pid --fork uzswap run …` ran without a limit, and said that its group belonged to another
+/// user.
+pub fn numbers() -> Result<(), Refused> {
+    if is_in_own_proc() {
+        return Ok(());
+    }
+    let why = "/proc belongs to another PID namespace than this process, so the program would not find its group there";
+    Err(format!("{why}: {OWN_PROC}").into())
 }
 
 /// The limit in bytes. None where `--memory` is left out, which only joining a group allows.

@@ -11,6 +11,7 @@ use std::io;
 use std::process::ExitCode;
 use uzswap_mm::size::human;
 use uzswap_sys::probe;
+use uzswap_sys::process::is_in_own_proc;
 
 /// One thing that was checked.
 #[derive(Debug, Serialize)]
@@ -101,6 +102,7 @@ fn examine() -> Findings {
         "the kernel refuses its own interface: look at `dmesg` and at the container's seccomp profile",
     ));
     checks.extend(what_the_kernel_can(bits, &probe::pagemap_scan(), &probe::mremap_keeps()));
+    checks.push(numbers());
     checks.push(confinement(granted));
     let agent = check::agent();
     checks.push(Check::new(
@@ -168,6 +170,12 @@ fn kernel(release: &str) -> Check {
     // Not required because of its number alone: what counts is whether the calls are there.
     let change = "upgrade to Linux 5.10 or newer, best 6.8, with which uzswap is fastest";
     Check::new("kernel", !ok, ok, format!("{release} brings {brings}"), change)
+}
+
+fn numbers() -> Check {
+    let own = is_in_own_proc();
+    let whose = if own { "this one" } else { "another one" };
+    Check::new("PID namespace", true, own, format!("/proc is of {whose}"), check::OWN_PROC)
 }
 
 fn confinement(granted: bool) -> Check {

@@ -68,6 +68,7 @@ pub struct Usage {
 /// Runs a program under a limit.
 pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     check::nested()?;
+    check::numbers()?;
     let config = Config::of(args)?;
     let wanted = check::wanted(&config)?;
     let swap = Swap::of(&config)?;

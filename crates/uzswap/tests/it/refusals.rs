@@ -124,6 +124,23 @@ fn swap_on_an_overlay_on_memory_is_refused() {
     }
 }
 
+/// A group's members find it, and each other, by the pids in /proc.
+#[test]
+fn a_proc_of_another_pid_namespace_is_refused() {
+    agent_built();
+    let apart = |args: &[&str]| std::process::Command::new("unshare").args(["--pid", "--fork"]).args(args).output();
+    if !apart(&["true"]).is_ok_and(|output| output.status.success()) {
+        return skip("unshare --pid is not allowed here");
+    }
+    let said = sentence(&apart(&[UZSWAP, "run", "-m", "64M", "--", "echo", "ran"]).unwrap());
+    assert!(said.contains("/proc belongs to another PID namespace") && said.contains("--mount-proc"), "{said}");
+    let doctor = apart(&[UZSWAP, "doctor"]).unwrap();
+    let said = String::from_utf8_lossy(&doctor.stdout);
+    assert!(doctor.status.code() == Some(1) && said.contains("✗ PID namespace"), "{said}");
+    let run = ["--mount-proc", UZSWAP, "run", "-q", "-m", "64M", "--", "echo", "ran"];
+    assert_eq!(apart(&run).unwrap().stdout, b"ran\n");
+}
+
 #[test]
 fn missing_programs_are_refused() {
     for (program, status, part) in [
