@@ -161,7 +161,20 @@ fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
     let lost = totals.counters.poisoned;
     if lost > 0 {
         let pages = counted(lost, "page", "pages");
-        line("lost", &format!("{pages} could not be read back, please report this"));
+        line("lost", &format!("{pages} could not be read back{}", why_lost(totals)));
+    }
+}
+
+/// Why pages were lost, as far as uzswap knows.
+///
+/// The story: users who had restarted their swap server, or had a bad disk, were asked to report that to uzswap's authors.
+fn why_lost(totals: &Totals) -> &'static str {
+    match totals.swap_io {
+        _ if totals.counters.swap_read_errors == 0 => ", please report this",
+        Some("redis") => {
+            ": the swap server was away for too long, or no longer has the data; check whether it was restarted or evicts keys"
+        }
+        _ => ": the disk of the swap file failed or returned other data than was written; the kernel's log may say why",
     }
 }
 
@@ -283,6 +296,18 @@ mod tests {
         totals.counters.swap_read_errors = 2;
         assert!(super::disk(&totals).ends_with("; 0 writes and 2 reads failed"));
         assert_eq!(super::disk(&Totals::default()), "nothing had to be written");
+    }
+
+    /// See [`super::why_lost`].
+    #[test]
+    fn lost_pages() {
+        let said = |swap_read_errors, swap_io| {
+            let counters = Sums { poisoned: 2, swap_read_errors, ..Sums::default() };
+            text(&Totals { joined: 1, swap_io, counters, ..Totals::default() }, None)
+        };
+        assert!(said(0, Some("redis")).contains("2 pages could not be read back, please report this\n"));
+        assert!(said(4, Some("redis")).contains("2 pages could not be read back: the swap server"));
+        assert!(said(4, Some("direct")).contains("2 pages could not be read back: the disk of the swap file"));
     }
 
     #[test]
