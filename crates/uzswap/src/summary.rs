@@ -1,5 +1,6 @@
 //! The summary on stderr at the end of a run.
 
+use crate::machine;
 use crate::record::Recorded;
 use crate::totals::Totals;
 use std::fmt::Write as _;
@@ -19,7 +20,26 @@ const TOLERANCE: u64 = 16 << 20;
 
 /// Prints the summary of a group. `wall` is how long ago this run created it; None if the run joined it.
 pub fn print(totals: &Totals, wall: Option<Duration>) {
-    say(&text(totals, wall));
+    let too_high = totals.limit.and_then(|limit| too_high(limit, machine::total_memory(), machine::cgroup_limit()));
+    say(&(text(totals, wall) + &too_high.unwrap_or_default()));
+}
+
+/// A line about a limit above the memory there is; None if it is not.
+///
+/// The story: a program in a container had a limit above the container's. The kernel killed it for want of memory long before
+/// anything had to leave, and nobody could tell why from a summary with a peak of a quarter of the limit.
+fn too_high(limit: u64, machine: u64, cgroup: Option<u64>) -> Option<String> {
+    let (there_is, whose) = match cgroup {
+        Some(allowed) if allowed < machine => (allowed, "this cgroup allows"),
+        _ => (machine, "this machine has"),
+    };
+    (limit > there_is).then(|| {
+        format!(
+            "uzswap: too high     the limit is more than the {} that {whose}: the kernel may kill the program before anything leaves memory; \
+             choose a lower one\n",
+            human(there_is)
+        )
+    })
 }
 
 /// Prints what was recorded; if `quiet`, only what went wrong.
@@ -296,6 +316,16 @@ mod tests {
         totals.counters.swap_read_errors = 2;
         assert!(super::disk(&totals).ends_with("; 0 writes and 2 reads failed"));
         assert_eq!(super::disk(&Totals::default()), "nothing had to be written");
+    }
+
+    /// See [`super::too_high`].
+    #[test]
+    fn a_limit_above_what_there_is() {
+        let said = |limit, cgroup| super::too_high(limit, 8 << 30, cgroup).unwrap_or_default();
+        assert_eq!(said(8 << 30, None) + &said(1 << 30, Some(1 << 30)), "");
+        assert!(said(9 << 30, None).contains("more than the 8 GiB that this machine has"));
+        assert!(said(9 << 30, Some(1 << 40)).contains("more than the 8 GiB that this machine has"));
+        assert!(said(2 << 30, Some(1 << 30)).contains("more than the 1 GiB that this cgroup allows"));
     }
 
     /// See [`super::why_lost`].
