@@ -50,7 +50,7 @@ pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// Name of the group's memory object, which the kernel shows in `/proc/PID/fd`.
 pub const OBJECT: &str = "uzswap-group";
 /// First word of the page. A page of another version has another, and is refused.
-pub const MAGIC: u64 = 0x757a_7377_6170_0010;
+pub const MAGIC: u64 = 0x757a_7377_6170_0011;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree. A set of ancestors is 64 bits.
@@ -216,6 +216,8 @@ pub struct Node {
     /// 1 once a message said that the group is full; cleared when a limit changes.
     pub full_said: AtomicU32,
     /// 1 from when the pools take more than they may, until they are down to where stores are accepted again.
+    /// 1 once a run has given the group its settings; 0 while it exists only because a group below it does.
+    pub named: AtomicU32,
     pub pool_full: AtomicU32,
     /// Pages that members read from the swap file, read-ahead included, and that no member's shrinker has taken into account yet.
     pub nr_disk_swapins: DiskReads,

@@ -8,18 +8,19 @@
 use crate::config::{Compressor, plain};
 use crate::folios::FolioWanted;
 use crate::group_name::components;
+use crate::stat_files::Usage;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 use uzswap::directory;
 use uzswap::group_file::GroupFile;
 use uzswap_mm::size::human;
 use uzswap_pager::group::member::wake_member;
-use uzswap_pager::group::{GroupPage, NODES, Slot};
+use uzswap_pager::group::{CODEC_LZ4, GroupPage, NO_LIMIT, NODES, Node, ON_FULL_EXCEED, Slot};
 use uzswap_pager::swap::turns::wake_writer;
 
 /// The directory of running groups.
@@ -244,9 +245,11 @@ impl Registry {
                 .map_err(|e| format!("the memory shared with the program cannot be created: {}", plain(&e)))?,
         };
         let (page, joined) = (file.page(), there.is_some());
+        let mut named = false;
         let node = match there {
             Some(node) => {
                 agrees(page, node, name, wanted)?;
+                named = is_open(&page.nodes[node]);
                 node
             }
             None => {
@@ -261,7 +264,11 @@ impl Registry {
             }
         };
         let entry = self.register(parts[0], &file)?;
-        Ok(Group { file: file.into(), node, joined, _entry: Some(entry) })
+        let group = Group { file: file.into(), node, joined, _entry: Some(entry) };
+        if named {
+            name_now(&group, wanted);
+        }
+        Ok(group)
     }
 }
 
@@ -288,11 +295,40 @@ fn set_up(page: &GroupPage, node: usize, wanted: &Wanted) {
     if let Some(max) = wanted.max {
         node.max.store(max, Relaxed);
     }
+    say_how(node, wanted);
+}
+
+/// Gives a group its settings, except the limit.
+fn say_how(node: &Node, wanted: &Wanted) {
     if let Some(compressor) = wanted.compressor {
         node.codec.store(compressor.codec, Relaxed);
         node.level.store(compressor.level, Relaxed);
     }
-    node.on_full.store(wanted.on_full.unwrap_or_default(), Relaxed);
+    if let Some(on_full) = wanted.on_full {
+        node.on_full.store(on_full, Relaxed);
+    }
+    if wanted.max.is_some() {
+        node.named.store(1, Relaxed);
+    }
+}
+
+/// Whether no run has given the group its settings yet: it exists only because a group below it does.
+///
+/// The story: `--group web --memory 1G` was refused once `web/worker` ran, because `web` had no limit. Nobody had asked for that.
+fn is_open(node: &Node) -> bool {
+    node.named.load(Relaxed) == 0
+}
+
+/// Gives such a group its settings. Its members are told, as if `uzswap ctl` had set the limit.
+fn name_now(group: &Group, wanted: &Wanted) {
+    let node = &group.page().nodes[group.node];
+    say_how(node, wanted);
+    if let Some(max) = wanted.max.filter(|max| *max != node.max.load(Relaxed)) {
+        group.refresh();
+        node.set_max(max, Usage::of(group.page(), group.node).charge);
+        node.full_said.store(0, SeqCst);
+        group.tell_of_limits();
+    }
 }
 
 /// Refuses to join a group whose settings contradict those wanted.
@@ -301,19 +337,23 @@ fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<
     let taken = |what: String, change: String| {
         Err(format!("the name `{name}` is taken by a running group with {what}: {change}, or choose another name"))
     };
+    // Settings that no run has given, and nobody has changed since, agree with anything.
+    let open = is_open(n);
     let max = n.max.load(Relaxed);
-    if wanted.max.is_some_and(|wanted| wanted != max) {
-        let is = if max >= uzswap_pager::group::NO_LIMIT { "no limit".to_owned() } else { human(max) };
+    if wanted.max.is_some_and(|wanted| wanted != max) && !(open && max >= NO_LIMIT) {
+        let is = if max >= NO_LIMIT { "no limit".to_owned() } else { human(max) };
         return taken(
             format!("a memory.max of {is}"),
             format!("leave out --memory to join it (`uzswap ctl {name} memory.max=SIZE` changes it)"),
         );
     }
     let compressor = Compressor { codec: n.codec.load(Relaxed), level: n.level.load(Relaxed) };
-    if wanted.compressor.is_some_and(|wanted| wanted != compressor) {
+    let usual = compressor == Compressor { codec: CODEC_LZ4, level: 0 };
+    if wanted.compressor.is_some_and(|wanted| wanted != compressor) && !(open && usual) {
         return taken(format!("the compressor {}", compressor.name()), "leave out --compressor to join it".to_owned());
     }
-    if wanted.on_full.is_some_and(|wanted| wanted != n.on_full.load(Relaxed)) {
+    let on_full = n.on_full.load(Relaxed);
+    if wanted.on_full.is_some_and(|wanted| wanted != on_full) && !(open && on_full == ON_FULL_EXCEED) {
         return taken("another --on-full".to_owned(), "leave out --on-full to join it".to_owned());
     }
     Ok(())
@@ -321,12 +361,13 @@ fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use super::{Registry, Wanted};
+    use super::{NO_LIMIT, Registry, Relaxed, Wanted};
     use crate::folios::{FolioOptions, FolioWanted};
     use crate::group_name::components;
     use std::fs;
     use std::os::fd::{AsRawFd, FromRawFd};
     use std::os::unix::fs::PermissionsExt;
+    use uzswap_pager::group::ON_FULL_KILL;
 
     fn registry() -> (tempfile::TempDir, Registry) {
         let dir = tempfile::tempdir().unwrap();
@@ -410,6 +451,31 @@ mod tests {
         let _others = [registry.join("db", &ANY).unwrap(), registry.join("db/inner", &LIMIT).unwrap()];
         let all: Vec<_> = registry.list().iter().map(|(name, file)| (name.clone(), tracks(file))).collect();
         assert_eq!(all, [("db".to_owned(), true), ("web".to_owned(), false)]);
+    }
+
+    /// See [`super::is_open`].
+    #[test]
+    fn a_group_made_on_the_way_is_what_the_first_wants_who_names_it() {
+        let (_dir, registry) = registry();
+        let wants = |max: u64| Wanted { max: Some(max), ..ANY };
+        let refused = |name: &str, wanted: &Wanted| registry.join(name, wanted).map(|_| ()).unwrap_err();
+        let below = registry.join("web/worker", &LIMIT).unwrap();
+        let root = &below.page().nodes[0];
+        assert!(root.max.load(Relaxed) >= NO_LIMIT);
+        // A run that joins without a limit gives it none.
+        drop(registry.join("web", &ANY).unwrap());
+        let first = registry.join("web", &Wanted { on_full: Some(ON_FULL_KILL), ..wants(128 << 20) }).unwrap();
+        assert_eq!((root.max.load(Relaxed), root.on_full.load(Relaxed)), (128 << 20, ON_FULL_KILL));
+        assert!(refused("web", &LIMIT).contains("a memory.max of 128 MiB"));
+        assert!(registry.join("web", &wants(128 << 20)).is_ok());
+        assert_eq!(first.page().nodes[below.node].max.load(Relaxed), 64 << 20);
+        // A limit that was set since stands; and a group that was named, and then lost its limit by `ctl`, is not open again.
+        let below = registry.join("db/worker", &LIMIT).unwrap();
+        below.page().nodes[0].max.store(96 << 20, Relaxed);
+        assert!(refused("db", &LIMIT).contains("a memory.max of 96 MiB"));
+        assert!(registry.join("db", &wants(96 << 20)).is_ok());
+        below.page().nodes[0].max.store(NO_LIMIT, Relaxed);
+        assert!(refused("db", &LIMIT).contains("a memory.max of no limit"));
     }
 
     /// A command that is killed leaves its link. It must not be found, keep the name, or stay.
