@@ -230,6 +230,7 @@ fn let_go(p: &Pager, reason: u32, why: &[u8]) {
         p.calls.stop();
         PAGER.store(core::ptr::null_mut(), Release);
         p.calls.go_on();
+        says::end();
         if p.group.warns_first(reason) {
             say(why);
         }

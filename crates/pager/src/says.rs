@@ -9,13 +9,16 @@
 //! held the pager's lock and waited for the file's lock, so for the program's thread, whose fault waited for the pager's lock.
 //! The program hung, in each of twelve runs.
 //!
-//! Such a thread has a place of its own with its message, which it unmaps when it is done: it may outlive a region, or a
-//! process's being managed. The place is shared memory, which is not managed, and which forked children do not get.
+//! Such a thread has a place of its own with its message, which it unmaps when it is done: it may outlive a region. The place is
+//! shared memory, which is not managed, and which forked children do not get. If nobody reads what it writes, the thread would
+//! stay, and keep a process that is let go of from what only a process of one thread may do. So it writes only once there is room,
+//! and [`end`] ends it.
 
+use crate::discover::letgo::PAUSE_NS;
 use crate::frames::arena::PAGE;
 use crate::pager::Pager;
 use core::arch::asm;
-use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::*};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{lock, sys, thread};
 
@@ -23,6 +26,12 @@ use uzswap_sys::{lock, sys, thread};
 const WAIT_NS: u64 = 500_000_000;
 /// About how many threads may write messages at a time.
 const THREADS: u32 = 16;
+/// Room for their tids.
+const PLACES: usize = 2 * THREADS as usize;
+/// How often a thread that waits for room looks whether it is to end (milliseconds).
+const LOOK_MS: i32 = 100;
+/// How long [`end`] waits for the threads at most (nanoseconds): many looks.
+const END_NS: u64 = 1_000_000_000;
 /// Bytes of one message.
 const MOST: usize = PAGE - size_of::<usize>();
 /// Bytes of a place: a page for the message, and the stack.
@@ -38,6 +47,11 @@ struct Saying {
 /// How many messages were begun, and how many were written or given up (a futex).
 static BEGUN: AtomicU32 = AtomicU32::new(0);
 static SAID: AtomicU32 = AtomicU32::new(0);
+
+/// Whether those threads are to end, and to drop messages that there is no room for.
+static ENDS: AtomicBool = AtomicBool::new(false);
+/// The tids of the threads there are, as many as there is room for. The kernel clears each when its thread ends.
+static THERE: [AtomicI32; PLACES] = [const { AtomicI32::new(0) }; PLACES];
 
 /// Whether the program was started without a standard error.
 static CLOSED: AtomicBool = AtomicBool::new(false);
@@ -105,6 +119,38 @@ fn say_apart(text: &[u8]) -> Result<(), Errno> {
 /// Starts over in a forked child, which has no threads that write messages.
 pub(crate) fn forget_others() {
     SAID.store(BEGUN.load(Relaxed), Relaxed);
+    THERE.iter().for_each(|there| there.store(0, Relaxed));
+}
+
+/// Ends the threads that write messages in a process that is let go of; they drop messages that there is no room for. Waits a
+/// while for a write that has begun.
+///
+/// The story: a program's standard error was a full pipe that nobody read. The thread that was to report that the group was full
+/// waited there. The program was let go of, but had a second thread, so it was refused a user namespace. If it set a filter for the
+/// system calls of all its threads instead, the filter killed it as soon as somebody read the pipe and that thread went on.
+pub fn end() {
+    ENDS.store(true, SeqCst);
+    let (until, pid, mut tids) = (thread::now_ns() + END_NS, thread::getpid(), [0; PLACES]);
+    let mut any = || {
+        // The kernel clears a tid a moment before the thread is gone.
+        let known = tids.iter_mut().zip(&THERE);
+        let seen = known.map(|(tid, there)| *tid = Some(there.load(SeqCst)).filter(|now| *now != 0).unwrap_or(*tid));
+        seen.for_each(drop);
+        BEGUN.load(SeqCst) != SAID.load(SeqCst) || tids.iter().any(|tid| *tid != 0 && thread::is_there(pid, *tid))
+    };
+    while any() && thread::now_ns() < until {
+        thread::sleep_ns(PAUSE_NS);
+    }
+}
+
+/// Adds the calling thread to those that are there; the kernel takes it off at its end.
+fn is_there() {
+    let tid = thread::gettid();
+    let free = |there: &&AtomicI32| there.compare_exchange(0, tid, SeqCst, Relaxed).is_ok();
+    if let Some(place) = THERE.iter().find(free) {
+        // SAFETY: the place is static, and this thread's own until it ends.
+        let _ = unsafe { sys!(libc::SYS_set_tid_address, place.as_ptr()) };
+    }
 }
 
 /// One more message was written, or given up.
@@ -118,10 +164,11 @@ extern "C" fn run(at: usize) -> ! {
     // This thread needs nothing that the caller has open, and might keep it open for long.
     // SAFETY: this thread's table is a copy that nobody else uses.
     let _ = unsafe { sys!(libc::SYS_close_range, 0, u32::MAX, 0) };
+    is_there();
     thread::set_idle_policy(0, false);
     // SAFETY: written before this thread was made, and its own now.
     let saying = unsafe { &*(at as *const Saying) };
-    write(&saying.text[..saying.len.min(MOST)]);
+    write_where(&saying.text[..saying.len.min(MOST)], |fd| has_room(fd, |_| !ENDS.load(SeqCst)));
     is_said();
     // SAFETY: nobody else knows the place; this thread touches no stack once it is gone, and ends.
     unsafe {
@@ -130,15 +177,41 @@ extern "C" fn run(at: usize) -> ! {
     }
 }
 
-/// Writes a text, and waits for as long as that takes: only for callers that hold nothing the handler needs.
+/// Writes a text in the calling thread, which must hold nothing that the handler needs. Waits half a second for room, and drops
+/// the text if there is none.
 pub fn write(text: &[u8]) {
+    let until = WAIT_NS / (LOOK_MS as u64 * 1_000_000);
+    write_where(text, |fd| has_room(fd, |looks| looks < until));
+}
+
+/// Writes a text to standard error if `is_to_be` allows it for that descriptor.
+fn write_where(text: &[u8], is_to_be: impl FnOnce(i32) -> bool) {
     if is_closed() {
         return;
     }
     let Ok(fd) = raw::standard_error() else { return };
-    // SAFETY: the text is readable.
-    let _ = unsafe { sys!(libc::SYS_write, fd, text.as_ptr(), text.len()) };
+    if is_to_be(fd) {
+        // SAFETY: the text is readable.
+        let _ = unsafe { sys!(libc::SYS_write, fd, text.as_ptr(), text.len()) };
+    }
     raw::close(fd);
+}
+
+/// Waits for room to write, while `goes_on`, which is given the number of looks so far; returns whether there is room. A
+/// descriptor that cannot be polled counts as having room.
+fn has_room(fd: i32, goes_on: impl Fn(u64) -> bool) -> bool {
+    for looks in 0.. {
+        let mut asked = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+        // SAFETY: a structure of ours.
+        let found = unsafe { sys!(libc::SYS_poll, &raw mut asked, 1, LOOK_MS) };
+        if found != Ok(0) && found != Err(libc::EINTR) {
+            return true;
+        }
+        if !goes_on(looks) {
+            break;
+        }
+    }
+    false
 }
 
 const _: () = assert!(size_of::<Saying>() == PAGE);

@@ -38,6 +38,24 @@ fn programs_that_give_up_rights_are_let_go() {
     }
 }
 
+/// The story: a thread of uzswap that was to write a message waited for room in a full pipe that nobody read. Because of it the
+/// program was refused a user namespace, or killed by its own filter when somebody read the pipe.
+#[test]
+fn who_gives_up_rights_is_not_held_up_by_what_is_said() {
+    let _beside = beside();
+    let Some(full) = compile_c("fullpipe") else { return };
+    for how in ["namespace", "filter"] {
+        let run = Subject::new("full pipe", &[&full, &how]).start_limited(24 * MIB).finish();
+        run.say("full pipe", how, Some(24 * MIB));
+        if run.status.code() == Some(77) {
+            say(&format!("SKIPPED {how}: {}", run.stdout.text().trim()));
+            continue;
+        }
+        assert!(run.status.success() && run.stdout.text() == "right\n", "{how}\n{}", run.describe());
+        assert_limited("full pipe", &run, None);
+    }
+}
+
 /// The story: Firefox asks by `prctl`, without a filter, whether the kernel knows filters. It was let go of as if it had set one.
 #[test]
 fn who_only_asks_for_filters_is_limited() {
