@@ -1,7 +1,7 @@
 //! The page map as a memory object: its owner writes it, and anybody who wants to know maps it read-only.
 //!
 //! ```text
-//! page 0: MAGIC │ kind │ base │ pages │ sequence │ limit │ tracking │ doubts │ …      page 1…: a byte a page (uzswap_mm::pagemap)
+//! page 0: MAGIC │ kind │ base │ pages │ sequence │ limit │ tracking │ doubts │ maker │ …      page 1…: a byte a page (uzswap_mm::pagemap)
 //! ```
 //! The object is called [`NAME`], by which it is found among a process's descriptors. It is sparse: only those parts of the table
 //! take memory that were ever written, so one object of 2^35 bytes covers a process's whole address space. It is sealed, so that
@@ -56,6 +56,7 @@ const SEQUENCE: usize = 4;
 const LIMIT: usize = 5;
 const TRACKING: usize = 6;
 const DOUBTS: usize = 7;
+const MAKER: usize = 8;
 
 /// A page map that is mapped here.
 #[derive(Debug)]
@@ -107,7 +108,9 @@ impl MapFile {
         };
         let map = Self { at, len, fd, pages, kind: Some(kind), own: true, process: thread::getpid() };
         let head = map.head();
-        for (word, value) in [(KIND, kind as u64), (BASE, base as u64), (PAGES, pages), (LIMIT, limit)] {
+        let maker = thread::getpid() as u64;
+        let words = [(KIND, kind as u64), (BASE, base as u64), (PAGES, pages), (LIMIT, limit), (MAKER, maker)];
+        for (word, value) in words {
             head[word].store(value, Relaxed);
         }
         head[0].store(MAGIC, Release);
@@ -217,6 +220,11 @@ impl MapFile {
     #[must_use]
     pub fn base(&self) -> usize {
         self.head()[BASE].load(Relaxed) as usize
+    }
+    /// The process that made it, by the pid it has in its own namespace: a forked child has its parent's descriptors.
+    #[must_use]
+    pub fn maker(&self) -> u32 {
+        self.head()[MAKER].load(Relaxed) as u32
     }
     /// The limit that the memory is under (bytes).
     #[must_use]

@@ -118,6 +118,7 @@ pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
             }
         }
     }
+    maps.retain(|map| is_of(pid, map));
     // A mapping's own bits mean nothing without the map of its pages.
     let (cleared, maps): (Vec<_>, Vec<_>) = maps.into_iter().partition(|map| map.kind() == Some(Kind::Cleared));
     let (mut markers, maps): (Vec<_>, Vec<_>) = maps.into_iter().partition(|map| map.kind() == Some(Kind::Markers));
@@ -141,6 +142,23 @@ pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
     }
     found.sort_by_key(|f| f.base);
     Ok(found)
+}
+
+/// Whether a map is of memory of this process.
+///
+/// The story: for a forked child, `uzswap pagemap` showed the regions of its parent: it has their descriptors but not their memory.
+/// For a child that had made a region at the same address, it showed its parent's markers for that.
+fn is_of(pid: u32, map: &MapFile) -> bool {
+    // A shared region may be known to others too.
+    !matches!(map.kind(), Some(Kind::Region | Kind::Markers)) || has_number(pid, map.maker())
+}
+
+/// Whether the process that is `pid` here has this pid in its own PID namespace.
+fn has_number(pid: u32, number: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    let own = numbers.and_then(|numbers| numbers.split_whitespace().last()?.parse().ok());
+    own.unwrap_or(pid) == number
 }
 
 fn describe(pid: u32, map: MapFile, markers: &mut Vec<MapFile>) -> Option<Found> {

@@ -2,7 +2,8 @@
 
 use crate::cli::start_python;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::FromRawFd;
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 use uzswap::{Options, Region, SharedOptions, SharedRegion};
@@ -75,6 +76,72 @@ fn a_regions_written_and_protected_pages_are_shown() {
         runs.as_array().unwrap().iter().filter(|r| is(r, "soft-dirty") && (is(r, "present") || is(r, "swapped")));
     let written: Vec<_> = written.map(|r| (r["from"].as_u64().unwrap(), r["to"].as_u64().unwrap())).collect();
     assert_eq!(written, [(3, 4), (50, 51), (70, 71)], "{runs}");
+}
+
+/// A child forked by this process, killed when this is dropped. It has done what it is to do.
+struct Forked(i32, std::fs::File);
+
+impl Forked {
+    /// Forks a child that does something and then waits for its end.
+    fn new(does: impl FnOnce()) -> Self {
+        let mut ends = [[0; 2]; 2];
+        // SAFETY: descriptors are owned at once. The child does what a program of several threads may do after fork, and ends.
+        unsafe {
+            assert!(ends.iter_mut().all(|ends| libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) == 0));
+            let own = ends.map(|ends| ends.map(|end| std::fs::File::from_raw_fd(end)));
+            let [[waits, ends], [mut told, mut tells]] = own;
+            let pid = libc::fork();
+            if pid == 0 {
+                drop(ends);
+                does();
+                let _ = tells.write_all(b".").and_then(|()| (&waits).read(&mut [0]).map(drop));
+                libc::_exit(0);
+            }
+            drop(tells);
+            let said = told.read_exact(&mut [0]);
+            let child = Self(pid, ends);
+            said.expect("the child is there");
+            child
+        }
+    }
+}
+
+impl Drop for Forked {
+    fn drop(&mut self) {
+        // SAFETY: a child of this process, which is waited for once.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// The story: `uzswap pagemap` of a forked child showed its parent's region, of which it has no memory. (A child with a region of
+/// its own at the same place was shown with both, perhaps with its parent's soft-dirty bits for its own.)
+#[test]
+fn a_forked_child_is_not_shown_its_parents_regions() {
+    let _alone = WITH_REGIONS.lock().unwrap_or_else(|e| e.into_inner());
+    let options = Options { track_writes: true, ..Options::new(8 << 20) };
+    let region = Region::new(4 << 20, &options).unwrap();
+    // SAFETY: within the region, which nobody else uses.
+    unsafe { region.as_mut_ptr().write_volatile(1) };
+    let none = Forked::new(|| ());
+    let output = pagemap(&[&none.0.to_string()]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(!output.status.success() && text.contains("has no page map"), "{shown}{text}");
+    let one = Forked::new(|| {
+        let own = Region::new(1 << 20, &options).unwrap();
+        // SAFETY: within the region, which nobody else uses.
+        (0..5).for_each(|page| unsafe { own.as_mut_ptr().add(page * 4096).write_volatile(1) });
+        std::mem::forget(own);
+    });
+    let found = json(&[&one.0.to_string(), "--json"]);
+    let found = found.as_array().unwrap();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0]["what"].as_str().unwrap().contains("region") && found[0]["pages"] == 256, "{found:?}");
+    let found = json(&[&std::process::id().to_string(), "--json"]);
+    assert!(found.as_array().unwrap().iter().any(|f| f["pages"] == 1024), "{found}");
 }
 
 /// A Python program that holds more text than its limit; it prints its pid, and its child's.
