@@ -261,7 +261,7 @@ impl Region {
         let group = published.page();
         let (codec, level) = options.compressor.numbers();
         group.set_up(b"region");
-        group.nodes[0].max.store(options.limit as u64, Relaxed);
+        group.nodes[0].max.store(limit::of_group(options.limit), Relaxed);
         group.nodes[0].codec.store(codec, Relaxed);
         group.nodes[0].level.store(level, Relaxed);
         group.folios.compaction.store(options.compaction.number(), Relaxed);
@@ -337,7 +337,7 @@ impl Region {
         self.index = Some(REGISTRY.add(self.base, self.mapped, self.pager).ok_or(Error::TooMany)?);
         if options.page_map {
             let pages = (self.mapped / PAGE) as u64;
-            let map = MapFile::create(MapKind::Region, self.base, pages, options.limit as u64)
+            let map = MapFile::create(MapKind::Region, self.base, pages, limit::of_group(options.limit))
                 .map_err(kernel("a region's page map"))?;
             // SAFETY: the pager is gone before this value's fields are dropped.
             pager.state.lock().pt.publish(unsafe { map.writer_unbound() }, (self.base / PAGE) as u64);

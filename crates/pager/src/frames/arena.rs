@@ -93,7 +93,7 @@ impl Layout {
     /// `ENOMEM` when there is no address space (a small `ulimit -v` or `-d`). Nothing of it is left then: the program may have
     /// less than this.
     pub fn reserve(limit: usize) -> Result<Self, Errno> {
-        let slots = ((limit + (64 << 20)).max(128 << 20) / PAGE).next_multiple_of(512).min((1 << 25) - 512);
+        let slots = (limit.saturating_add(64 << 20).max(128 << 20) / PAGE).next_multiple_of(512).min((1 << 25) - 512);
         let len = HEAP_BYTES + STACKS_BYTES + SCRATCHES * SCRATCH_BYTES + slots * PAGE + POOL_BYTES + 7 * GUARD;
         let raw = reserve(len)?;
         Self::within(raw, len, slots).inspect_err(|_| {

@@ -122,6 +122,31 @@ fn what_is_pinned_stays_under_a_smaller_limit() {
     assert_eq!(gone.to_string(), "the owner of the shared region has ended");
 }
 
+/// The story: a region with a limit near `usize::MAX` was paged out at once, as if the limit were negative; in a debug build, creating
+/// it was a panic.
+#[test]
+fn a_limit_beyond_all_memory_is_none() {
+    let _alone = alone();
+    const PAGES: usize = 2048;
+    for limit in [isize::MAX as usize, isize::MAX as usize + 1, usize::MAX - (64 * MIB), usize::MAX] {
+        let region = Region::new(PAGES * PAGE, &Options::new(limit)).unwrap();
+        let shared = SharedRegion::create(PAGES * PAGE, &SharedOptions::new(limit)).unwrap();
+        let mapping = shared.map().unwrap();
+        let writes = |base: *mut u8| {
+            // SAFETY: within the region, and the mapping, which nobody else uses.
+            (0..PAGES).for_each(|page| unsafe { base.add(page * PAGE).write_volatile(page as u8 | 1) });
+        };
+        writes(region.as_mut_ptr());
+        writes(mapping.as_mut_ptr());
+        // The calling thread makes room here, if any is to be made.
+        for charged in [region.set_limit(limit).unwrap(), shared.set_limit(limit).unwrap()] {
+            assert!(charged >= PAGES * PAGE, "{charged} of {limit}");
+        }
+        assert_eq!(region.stats().resident, PAGES * PAGE, "{limit}: {:?}", region.stats());
+        assert_eq!(shared.control().stats().unwrap().resident, PAGES * PAGE, "{limit}");
+    }
+}
+
 #[test]
 fn a_limit_that_is_too_small_is_refused_and_changes_nothing() {
     let region = Region::new(PAGE, &Options::new(LEAST_LIMIT)).unwrap();
