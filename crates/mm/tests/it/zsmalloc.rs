@@ -1,5 +1,7 @@
 //! The pool's allocator, compared with a model that knows nothing of slabs: a map of ranges.
 
+mod compaction;
+
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use uzswap_mm::zone::BLOCK_FRAMES;
@@ -256,6 +258,68 @@ fn little_is_lost_in_tails_and_books() {
     }
 }
 
+/// A7: of an empty pool what it looks places up in is charged; slabs that went leave their entries to those that come; and the entries of
+/// slabs grow by an eighth, as they are most of the books.
+#[test]
+fn books_are_no_larger_than_they_must_be() {
+    let mut pool = ZsPool::new(1 << 30);
+    let empty = pool.metadata_bytes();
+    // For each class four heads of lists, and what it has.
+    assert!(empty >= size_of::<ZsPool>() + class_sizes().count() * 24, "{empty}");
+    for _ in 0..100_000 {
+        let handle = pool.alloc(4096).unwrap();
+        pool.free(handle).unwrap();
+    }
+    let churned = pool.metadata_bytes();
+    assert!(churned - empty < 16 << 10, "{churned} bytes of books after churn, {empty} before");
+    // As many pages, of few slabs and of many.
+    let books = |len: usize| {
+        let mut pool = ZsPool::new(1 << 30);
+        assert!((0..17 * MAX_OBJECT / len).all(|_| pool.alloc(len).is_some()));
+        pool.metadata_bytes()
+    };
+    let (slabs, differ) = (17 * MAX_OBJECT / 4096, books(4096) - books(MAX_OBJECT));
+    assert!((slabs * 32 - 4096..slabs * 36 + 4096).contains(&differ), "{differ} bytes for {slabs} slabs");
+}
+
+/// More than can be addressed is not had: of 2^32 pages none would be left in a number of 32 bits.
+#[test]
+fn a_pool_may_be_asked_to_be_larger_than_it_can_be() {
+    assert!(ZsPool::new(1 << 44).alloc(100).is_some());
+}
+
+#[test]
+#[should_panic(expected = "object of 0 bytes")]
+fn nothing_has_no_place() {
+    ZsPool::new(1 << 20).alloc(0);
+}
+
+#[test]
+#[should_panic(expected = "object of 2097153 bytes")]
+fn what_is_larger_than_a_page_block_has_no_place() {
+    ZsPool::new(1 << 30).alloc(MAX_OBJECT + 1);
+}
+
+#[test]
+fn from_the_largest_class_on_objects_take_whole_pages() {
+    for (len, usable) in [(69_631, 69_632), (69_632, 69_632), (69_633, 73_728), (73_729, 77_824)] {
+        let mut pool = ZsPool::new(1 << 20);
+        let handle = pool.alloc(len).unwrap();
+        assert_eq!((pool.usable(handle), pool.slab_of(handle).len), (usable, usable), "{len}");
+    }
+}
+
+/// In a small pool the place is taken that another class has left, of up to half as much again as is needed.
+#[test]
+fn a_small_pool_takes_places_of_the_next_class() {
+    for (len, usable) in [(64, 96), (63, 64)] {
+        let mut pool = ZsPool::new(1 << 20);
+        pool.alloc(96).unwrap();
+        let handle = pool.alloc(len).unwrap();
+        assert_eq!(pool.usable(handle), usable, "{len} bytes");
+    }
+}
+
 #[test]
 fn a_full_pool_refuses_and_goes_on_after_a_free() {
     let mut model = Model::new(1 << 20);
@@ -297,6 +361,20 @@ fn the_fullest_slab_is_filled_first() {
     }
     assert!((0..28).all(|_| pool.alloc(32).unwrap().offset() < 4096));
     assert!(pool.alloc(32).unwrap().offset() >= 4096);
+}
+
+/// Which of two slabs is the fuller is known to a quarter.
+#[test]
+fn slabs_that_differ_by_a_quarter_are_told_apart() {
+    for quarter in 1..4 {
+        let mut pool = ZsPool::new(1 << 20);
+        let handles: Vec<_> = (0..256).map(|_| pool.alloc(32).unwrap()).collect();
+        let (more, fewer) = (32 * quarter + 1, 32 * quarter - 1);
+        for handle in handles[more..128].iter().chain(&handles[128 + fewer..]) {
+            assert_eq!(pool.free(*handle), None);
+        }
+        assert!(pool.alloc(32).unwrap().offset() < 4096, "{more} in the first slab, {fewer} in the second");
+    }
 }
 
 /// Each of thirty small processes had a pool that was half empty: one of 0.6 MiB has objects of a hundred sizes, and each size
