@@ -188,7 +188,7 @@ impl ZsPool {
 
     /// In a small pool: a slab with room of one of the next larger classes, up to half as large again as `len`.
     fn fullest_above(&self, class_index: u8, len: usize) -> Option<u32> {
-        if self.held >= SMALL_POOL || class_index == LARGE {
+        if self.held >= SMALL_POOL {
             return None;
         }
         let fits = |at: &u8| CLASSES[*at as usize].size as usize <= len + len / 2;

@@ -109,10 +109,9 @@ impl ZsPool {
             }
             let source = self.used_blocks().max_by_key(|(_, block)| block.free(Kind::Hole)).map(|(i, _)| i);
             let Some(source) = source else { break };
-            let refused = done.refused;
             let emptied = self.empty_block(source, budget, mover, &mut done);
             done.blocks += usize::from(emptied);
-            if !emptied || done.refused > refused {
+            if !emptied {
                 break;
             }
         }
