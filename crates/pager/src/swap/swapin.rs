@@ -112,7 +112,7 @@ impl Pager {
         }
         // What failed is read by itself: the blocks of its neighbours may be the unreadable ones.
         let (at, len) = match waiting.tries {
-            0 => swap.readahead.range(offset(place), object.len, swap.books.cluster_bytes(), BUFFER),
+            0 => swap.readahead.range(offset(place), object.len, BUFFER),
             _ => (offset(place), object.len),
         };
         let (at, len) = swap.trimmed(at, len).expect("the object itself is there");

@@ -1,0 +1,397 @@
+//! The window and the streams, by hand.
+
+use super::*;
+
+const CLUSTER: usize = 256 << 10;
+const STEP: u64 = 64 << 10;
+
+fn only(r: &Readahead) -> Option<(u64, usize, bool)> {
+    let all: Vec<_> = r.ahead().collect();
+    assert!(all.len() < 2, "{all:?}");
+    all.first().map(|a| (a.from, a.len, a.backwards))
+}
+
+#[test]
+fn what_is_wanted_widens_it_and_what_is_not_narrows_it() {
+    let mut r = Readahead::default();
+    let mut place = 0;
+    let mut far = |r: &mut Readahead, brought| {
+        place += 10 << 20;
+        r.read(place, r.window, brought);
+    };
+    (0..64).for_each(|_| far(&mut r, 7));
+    assert_eq!(r.window(), LEAST, "nothing that came along was wanted");
+    (0..64).for_each(|_| far(&mut r, 0));
+    assert_eq!(r.window(), LEAST, "and nothing comes along any more");
+    for _ in 0..64 {
+        (0..7).for_each(|_| r.wanted(None));
+        far(&mut r, 14);
+    }
+    assert_eq!(r.window(), MOST, "half of it wanted");
+    for _ in 0..EPOCH {
+        (0..4).for_each(|_| r.wanted(None));
+        far(&mut r, 14);
+    }
+    assert_eq!(r.window(), MOST, "less than half, and more than a quarter: as it was");
+}
+
+/// Reads near each other bring what is around them, whatever reads at random have made of the window.
+#[test]
+fn reads_near_each_other_have_a_window_of_their_own() {
+    let mut r = Readahead::default();
+    (1..200u64).for_each(|i| r.read(i << 24, 4096, 7));
+    let len = |r: &Readahead, at| r.range(at, 4096, 128 << 10).1;
+    assert_eq!((r.window(), len(&r, 1 << 40)), (LEAST, LEAST));
+    r.read(1 << 40, 4096, 0);
+    assert_eq!(len(&r, (1 << 40) + 4096), LEAST);
+    r.read((1 << 40) + 4096, 4096, 0);
+    assert_eq!(len(&r, (1 << 40) + 8192), MOST);
+    assert_eq!((r.window(), len(&r, 1 << 41)), (LEAST, LEAST));
+}
+
+#[test]
+fn a_stream_is_read_ahead_as_fast_as_it_is_used() {
+    for backwards in [false, true] {
+        let mut r = Readahead::default();
+        let far = 64 << 20;
+        let at = |i: u64| if backwards { far - i * STEP } else { far + i * STEP };
+        for i in 0..2 {
+            r.read(at(i), STEP as usize, 7);
+            assert_eq!(only(&r), None, "no stream yet");
+            (0..7).for_each(|_| r.wanted(Some(at(i))));
+        }
+        r.read(at(2), STEP as usize, 7);
+        let mut front = if backwards { at(2) } else { at(3) };
+        assert_eq!(only(&r), Some((front, STREAM_BYTES, backwards)));
+        let stream = r.ahead().next().unwrap().stream;
+        let bytes = STREAM_BYTES as u64;
+        for _ in 0..10 {
+            let range = if backwards { front - bytes } else { front };
+            r.read_ahead(stream, range, STREAM_BYTES, 14);
+            front = if backwards { front - bytes } else { front + bytes };
+            assert_eq!(only(&r), None, "more than a range is in stock");
+            while only(&r).is_none() {
+                r.wanted(Some(range));
+            }
+            assert_eq!(only(&r), Some((front, STREAM_BYTES, backwards)));
+        }
+        assert_eq!(
+            r.wanted, 7,
+            "what streams bring says nothing of the window, but for the first read, which was none yet"
+        );
+        // Nothing there ends it.
+        r.read_ahead(stream, front, STREAM_BYTES, 0);
+        (0..100).for_each(|_| r.wanted(Some(front)));
+        assert_eq!(only(&r), None);
+    }
+}
+
+/// Several at once, one of them backwards, and between any two of their reads some at random.
+#[test]
+fn streams_do_not_disturb_each_other_nor_does_what_is_read_at_random() {
+    let mut r = Readahead::default();
+    let starts = [(1u64 << 30, false), (2 << 30, true), (3 << 30, false)];
+    let mut random = 0;
+    for i in 0..20 {
+        for (start, backwards) in starts {
+            let at = if backwards { start - i * STEP } else { start + i * STEP };
+            r.read(at, STEP as usize, 15);
+            (0..15).for_each(|k| r.wanted(Some(at + k * 4096)));
+            for _ in 0..3 {
+                random += 1;
+                r.read((random << 25) | 1 << 45, 4096, 0);
+            }
+        }
+        let ahead: Vec<_> = r.ahead().map(|a| a.backwards).collect();
+        assert_eq!(ahead.len(), if i < 2 { 0 } else { 3 }, "round {i}");
+        assert_eq!(ahead.iter().filter(|b| **b).count(), usize::from(i >= 2));
+    }
+    // What only some of them use goes on only there.
+    let ahead: Vec<_> = r.ahead().collect();
+    for a in &ahead {
+        let at = if a.backwards { a.from - STREAM_BYTES as u64 } else { a.from };
+        r.read_ahead(a.stream, at, STREAM_BYTES, 30);
+        r.read_ahead(
+            a.stream,
+            if a.backwards { at - STREAM_BYTES as u64 } else { a.from + STREAM_BYTES as u64 },
+            STREAM_BYTES,
+            30,
+        );
+    }
+    assert_eq!(r.ahead().count(), 0);
+    let back = ahead.iter().find(|a| a.backwards).unwrap();
+    (0..30).for_each(|k| r.wanted(Some(back.from - 1 - k * 4096)));
+    assert_eq!(r.ahead().map(|a| a.stream).collect::<Vec<_>>(), [back.stream]);
+    // A stream that nobody reads any more makes room in the end.
+    (1..200u64).for_each(|i| r.read(i << 26 | 1 << 46, 4096, 0));
+    assert_eq!(r.ahead().count(), 0);
+}
+
+/// What is read ahead goes again before it is wanted, as memory is too short: no more than is needed is read then.
+#[test]
+fn a_stream_that_brings_what_is_not_used_ends() {
+    let mut r = Readahead::default();
+    let mut bytes = 0;
+    for i in 0..200u64 {
+        let (at, len) = r.range(i * 4160, 4160, 128 << 10);
+        let brought = len / 4160;
+        r.read(at, len, brought);
+        bytes += len;
+        for a in r.ahead().collect::<Vec<_>>() {
+            r.read_ahead(a.stream, a.from, a.len, 30);
+            bytes += a.len;
+        }
+    }
+    assert!(bytes < 200 * 30_000, "{bytes} bytes for 200 pages");
+    assert!(r.window() < FIRST);
+}
+
+#[test]
+fn a_turn_ends_a_stream_and_begins_another() {
+    let mut r = Readahead::default();
+    let mut read = |i: u64| {
+        r.read(i * STEP, STEP as usize, 1);
+        r.wanted(Some(i * STEP));
+        only(&r).map(|(_, _, backwards)| backwards)
+    };
+    (100..102).for_each(|i| assert_eq!(read(i), None));
+    assert_eq!([102, 101, 100, 101, 102].map(&mut read), [Some(false), None, Some(true), None, Some(false)]);
+    assert_eq!(r.ahead().map(|a| a.from).collect::<Vec<_>>(), [103 * STEP]);
+}
+
+#[test]
+fn the_range_has_the_object_and_stays_in_its_cluster() {
+    for window in [LEAST, 8 << 10, FIRST, MOST] {
+        let r = Readahead { window, ..Readahead::default() };
+        for at in (0..2 * CLUSTER as u64).step_by(1984) {
+            for len in [64, 4160, 20_000, 66_000] {
+                let cluster = at / CLUSTER as u64 * CLUSTER as u64;
+                if at + len as u64 > cluster + CLUSTER as u64 {
+                    continue;
+                }
+                let (from, n) = r.range(at, len, 128 << 10);
+                assert!(from % BLOCK as u64 == 0 && n % BLOCK == 0 && n <= 128 << 10);
+                assert!(from <= at && at + len as u64 <= from + n as u64, "{at} {len}: {from} {n}");
+                assert!(from >= cluster && from + n as u64 <= cluster + CLUSTER as u64);
+            }
+        }
+    }
+}
+
+/// An epoch is of 8 reads, and each is weighed by itself.
+#[test]
+fn the_window_changes_by_what_was_wanted_of_an_epoch() {
+    let epoch = |r: &mut Readahead, brought: usize, wanted: u32| {
+        let before = r.window();
+        for i in 0..u64::from(EPOCH) {
+            assert_eq!(r.window(), before, "read {i}");
+            // (What is wanted may come before the last read of the epoch, or in the midst of it.)
+            (0..wanted).filter(|_| i == 3).for_each(|_| r.wanted(None));
+            r.read((u64::from(r.clock) + 1) << 24, 4096, brought);
+        }
+        (before, r.window())
+    };
+    let mut r = Readahead::default();
+    assert_eq!(epoch(&mut r, 4, 15), (32 << 10, 32 << 10), "less than half of 32");
+    assert_eq!(epoch(&mut r, 4, 7), (32 << 10, 16 << 10), "less than a quarter");
+    assert_eq!(epoch(&mut r, 4, 8), (16 << 10, 16 << 10));
+    assert_eq!(epoch(&mut r, 4, 0), (16 << 10, 8 << 10));
+    assert_eq!(epoch(&mut r, 4, 16), (8 << 10, 16 << 10), "half");
+    assert_eq!(epoch(&mut r, 0, 1), (16 << 10, 16 << 10), "nothing came along");
+    assert_eq!(epoch(&mut r, 1, 8), (16 << 10, 32 << 10));
+    assert_eq!(epoch(&mut r, 1, 8), (32 << 10, 64 << 10));
+    assert_eq!(epoch(&mut r, 1, 8), (64 << 10, 64 << 10), "the most");
+    let mut least = Readahead { window: LEAST, ..Readahead::default() };
+    assert_eq!(epoch(&mut least, 4, 0), (4096, 4096));
+}
+
+/// What came along or ahead in a stream is behind its front, and not further than it may be in stock: in both directions.
+#[test]
+fn what_a_stream_has_passed_is_behind_its_front() {
+    let (front, reach) = (10 << 20, 3 * STREAM_BYTES as u64);
+    let passed = |s: &Stream, all: [u64; 4]| all.map(|at| s.has_passed(at));
+    let forward = Stream { number: 1, from: front - 4096, to: front, ..Stream::default() };
+    let edges = [front, front - 1, front - reach, front - reach - 1];
+    assert_eq!(passed(&forward, edges), [false, true, true, false]);
+    let backwards = Stream { number: 1, backwards: true, from: front, to: front + 4096, ..Stream::default() };
+    let edges = [front - 1, front, front + reach - 1, front + reach];
+    assert_eq!(passed(&backwards, edges), [false, true, true, false]);
+    // And what is wanted is booked there, in that of two streams that has gone on longer; where nothing is known of it, in the one
+    // that has most in stock.
+    let mut r = Readahead::default();
+    r.streams[3] = Stream { run: 2, stock: 2, ..backwards };
+    r.streams[5] = Stream { number: 2, run: 3, stock: 9, ..forward };
+    r.streams[6] = Stream { number: 3, run: 4, stock: 1, ..backwards };
+    let mut stocks = |at| {
+        r.wanted(at);
+        [3, 5, 6].map(|i| r.streams[i].stock)
+    };
+    let orders = [Some(front), Some(front), Some(front - 1), None].map(&mut stocks);
+    assert_eq!(orders, [[2, 9, 0], [1, 9, 0], [1, 8, 0], [1, 7, 0]]);
+    assert_eq!([Some(front), Some(front)].map(stocks), [[0, 7, 0]; 2], "the last was nobody's");
+    assert_eq!(r.wanted, 1);
+}
+
+/// Reads are near each other with up to 16 KiB between them; of two streams the one goes on that was used last.
+#[test]
+fn a_read_between_two_goes_on_with_the_later_one() {
+    let mut r = Readahead::default();
+    let (len, far) = (4096, (16 << 10) + 4096 + (16 << 10));
+    r.read(0, len, 0);
+    r.read(4096 + far, len, 0);
+    let spans = |r: &Readahead| {
+        let mut all: Vec<_> = r.streams.iter().filter(|s| s.number != 0).map(|s| (s.number, s.from, s.run)).collect();
+        all.sort_unstable();
+        all
+    };
+    assert_eq!(spans(&r), [(1, 0, 0), (2, 4096 + far, 0)]);
+    let between = 4096 + (16 << 10);
+    r.read(between, len, 0);
+    assert_eq!(spans(&r), [(1, 0, 0), (2, between, 1)], "near both");
+    assert_eq!(r.range(between - (16 << 10) - 4096, len, 128 << 10).1, MOST, "what ends near one is near it");
+    // The same once more is a read onwards.
+    let mut again = Readahead::default();
+    (0..3).for_each(|_| again.read(1 << 20, len, 0));
+    assert_eq!(only(&again), Some(((1 << 20) + 4096, STREAM_BYTES, false)));
+    // One that is a byte too far away is another.
+    for (at, near) in [(20 << 10, true), ((20 << 10) + 1, false)] {
+        let mut r = Readahead::default();
+        r.read(0, len, 0);
+        r.read(at, len, 0);
+        assert_eq!(spans(&r).len() == 1, near, "{at}");
+        let mut r = Readahead::default();
+        r.read(at, len, 0);
+        r.read(0, len, 0);
+        assert_eq!(spans(&r).len() == 1, near, "{at} backwards");
+    }
+}
+
+/// How a stream begins, is given up and begins again.
+#[test]
+fn a_stream_is_two_reads_in_its_direction_and_ten_after_one_in_vain() {
+    let play = |r: &mut Readahead, reads: &[(u64, usize, usize)]| -> Vec<bool> {
+        let one = |(i, brought, wanted): &(u64, usize, usize)| {
+            r.read((1000 + i) * STEP, STEP as usize, *brought);
+            (0..*wanted).for_each(|_| r.wanted(Some((1000 + i) * STEP)));
+            only(r).is_some()
+        };
+        reads.iter().map(one).collect()
+    };
+    // Turned after one read, it is that one read in the other direction.
+    let turns = [(0, 0, 0), (1, 0, 0), (0, 0, 0), (1, 0, 0), (2, 0, 0)];
+    assert_eq!(play(&mut Readahead::default(), &turns), [false, false, false, false, true]);
+    // Half of what came was wanted, or a bit less.
+    for (wanted, in_vain) in [(2, false), (1, true)] {
+        let mut r = Readahead::default();
+        let start = play(&mut r, &[(0, 0, 0), (1, 4, wanted), (2, 0, 0)]);
+        assert_eq!(start, [false, false, !in_vain], "{wanted} of 4");
+        let next: Vec<_> = (3..=12).map(|i| (i, 0, 0)).collect();
+        let goes_on = play(&mut r, &next);
+        assert_eq!(goes_on.iter().position(|on| *on), Some(if in_vain { 9 } else { 0 }), "{wanted} of 4");
+        assert_eq!(
+            (r.reads, r.brought),
+            (if in_vain { 2 } else { 1 }, 0),
+            "only what was in vain says something of the window"
+        );
+    }
+    // Where nothing could be read ahead it has to begin anew.
+    let mut r = Readahead::default();
+    play(&mut r, &[(0, 0, 0), (1, 0, 0), (2, 0, 0)]);
+    let stream = r.ahead().next().unwrap().stream;
+    r.read_ahead(stream, 1003 * STEP, STREAM_BYTES, 0);
+    assert_eq!(play(&mut r, &[(5, 0, 0), (6, 0, 0)]), [false, true]);
+}
+
+/// A turn while a stream does not count yet does not make it count sooner.
+#[test]
+fn what_was_in_vain_is_none_for_a_while_in_either_direction() {
+    let mut r = Readahead::default();
+    let mut read = |i: u64, brought| {
+        r.read(i * STEP, STEP as usize, brought);
+        r.ahead().count()
+    };
+    [(100, 0), (101, 0), (102, 9)].into_iter().for_each(|(i, brought)| _ = read(i, brought));
+    // With nothing wanted of nine, the next one is in vain, and then it turns.
+    let streams = (0..13).map(|i| read(103 - i, 0)).collect::<Vec<_>>();
+    assert_eq!(streams.iter().position(|n| *n > 0), Some(10), "{streams:?}");
+}
+
+/// One object that came along in eight reads, and was wanted, is half of what came and more.
+#[test]
+fn a_single_object_that_was_wanted_widens_the_window() {
+    let mut r = Readahead::default();
+    r.wanted(None);
+    (1..=u64::from(EPOCH)).for_each(|i| r.read(i << 24, 4096, usize::from(i == 1)));
+    assert_eq!(r.window(), MOST);
+}
+
+/// What is read ahead of a stream that has turned meanwhile is not booked there, and its front does not go back.
+#[test]
+fn what_is_read_ahead_too_late_changes_nothing() {
+    for backwards in [false, true] {
+        let mut r = Readahead::default();
+        let at = |i: u64| if backwards { (1000 - i) * STEP } else { (1000 + i) * STEP };
+        (0..3).for_each(|i| r.read(at(i), STEP as usize, 0));
+        let (stream, before) = (r.ahead().next().unwrap().stream, only(&r));
+        r.read_ahead(stream, at(0), STEP as usize, 5);
+        assert_eq!(only(&r), before, "behind the front: backwards {backwards}");
+        (0..5).for_each(|_| r.wanted(Some(at(0))));
+        r.read(at(1), STEP as usize, 2);
+        r.read_ahead(stream, at(3), STEP as usize, 9);
+        let s = r.streams.iter().find(|s| s.number == stream).unwrap();
+        assert_eq!((s.run, s.stock, s.from), (1, 2, at(1)), "turned: backwards {backwards}");
+    }
+}
+
+/// Numbers of streams begin anew some day: 0 stays none.
+#[test]
+fn no_stream_has_the_number_of_none() {
+    let mut r = Readahead { numbers: u32::MAX, ..Readahead::default() };
+    (0..3).for_each(|i| r.read(i * STEP, STEP as usize, 0));
+    assert_eq!(only(&r), Some((3 * STEP, STREAM_BYTES, false)));
+}
+
+/// What is read ahead in it is a use of a stream, whose own reads may find all they want in the pool.
+#[test]
+fn a_stream_that_is_read_ahead_is_not_idle() {
+    let mut r = Readahead::default();
+    let random = |r: &mut Readahead| r.read((u64::from(r.clock) + 1) << 24 | 1 << 50, 4096, 0);
+    (0..3).for_each(|i| r.read(i * STEP, STEP as usize, 0));
+    for _ in 0..4 {
+        (0..40).for_each(|_| random(&mut r));
+        let ahead = r.ahead().next().expect("it goes on");
+        r.read_ahead(ahead.stream, ahead.from, ahead.len, 7);
+        (0..7).for_each(|_| r.wanted(Some(ahead.from)));
+    }
+}
+
+/// What is no stream goes first, and a stream when it has had none of the last 64 reads; or all are streams.
+#[test]
+fn a_stream_makes_room_when_it_is_idle() {
+    let random = |r: &mut Readahead| r.read((u64::from(r.clock) + 1) << 24 | 1 << 50, 4096, 0);
+    let stream = |r: &mut Readahead, at: u64| (0..3).for_each(|i| r.read(at + i * STEP, STEP as usize, 0));
+    let mut r = Readahead::default();
+    stream(&mut r, 1 << 40);
+    (0..64).for_each(|_| random(&mut r));
+    assert_eq!(r.ahead().count(), 1);
+    random(&mut r);
+    assert_eq!(r.ahead().count(), 0);
+    // Sixteen at once, and one more read.
+    let mut r = Readahead::default();
+    (1..=16).for_each(|i| stream(&mut r, i << 40));
+    assert_eq!(r.ahead().count(), 16);
+    random(&mut r);
+    let left: Vec<u64> = r.ahead().map(|a| a.from >> 40).collect();
+    assert!(left.len() == 15 && !left.contains(&1), "the one longest idle: {left:?}");
+    random(&mut r);
+    assert_eq!(r.ahead().count(), 15, "what is no stream goes");
+}
+
+/// What may be read at most is not less than a window that is as large.
+#[test]
+fn a_window_may_be_as_large_as_the_most() {
+    let r = Readahead::default();
+    assert_eq!(r.range(20 << 10, 4096, 32 << 10), (0, 32 << 10));
+    assert_eq!(r.range(20 << 10, 4096, 28 << 10), (20 << 10, 12 << 10));
+    assert_eq!(r.range(0, 4096, 28 << 10), (0, 28 << 10), "no more of the window than may be read");
+}
