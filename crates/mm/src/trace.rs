@@ -166,7 +166,6 @@ impl Record {
     /// How many pages the record is about.
     pub fn count(&self) -> usize {
         match self.kind {
-            Kind::Start | Kind::Fork | Kind::Born => 0,
             Kind::Load => (self.small & 15) as usize + 1,
             Kind::Store | Kind::Resize | Kind::WriteBack | Kind::DiskRead => 1 << self.small,
             _ => self.wide as usize,
