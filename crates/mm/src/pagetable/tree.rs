@@ -169,7 +169,7 @@ impl Tree {
     /// The first leaf numbered `from` or higher, with its number.
     pub fn next(&self, from: u64) -> Option<(u64, &Leaf)> {
         let mut at = from;
-        while at < LEAVES {
+        loop {
             let (i, j, k, l) = places(at);
             let Some(upper) = self.root.get(i)? else {
                 at = (at / HIGH + 1) * HIGH;
@@ -188,11 +188,29 @@ impl Tree {
             }
             at += 1;
         }
-        None
     }
 
     /// Bytes of the tree.
     pub fn metadata_bytes(&self) -> usize {
         self.leaves * size_of::<Leaf>() + self.nodes * size_of::<Lower>() + self.root.len() * 8
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether it is the node, or one of those above it, that is not there.
+    #[test]
+    fn a_leaf_that_is_not_there_is_not_removed() {
+        let mut tree = Tree::default();
+        assert!(!tree.remove(0), "no root");
+        tree.leaf_mut(0);
+        let books = tree.metadata_bytes();
+        for leaf in [1, LOW, MIDDLE, HIGH, LEAVES] {
+            assert!(!tree.remove(leaf), "{leaf}");
+        }
+        assert!(tree.leaf(0).is_some() && tree.metadata_bytes() == books);
+        assert!(tree.remove(0) && tree.leaf(0).is_none() && !tree.remove(0));
     }
 }

@@ -255,6 +255,38 @@ fn with_root(table: &mut PageTable) -> usize {
     table.metadata_bytes()
 }
 
+/// A7: all that the table takes is counted: its root of 2048 nodes, and for a page three nodes of 64 places and a leaf.
+#[test]
+fn the_root_the_nodes_and_the_leaves_are_counted() {
+    let mut table = PageTable::new();
+    let none = table.metadata_bytes();
+    let root = with_root(&mut table) - none;
+    assert!((2048 * 8..2048 * 8 + 256).contains(&root), "{root}");
+    table.set(5, Pte::new(Tag::Zero, 0));
+    let page = table.metadata_bytes() - none - root;
+    assert!((4 * 64 * 8..4 * 64 * 8 + 64).contains(&page), "{page}");
+}
+
+/// What is published from now on is published of the pages that there are already, and of none beyond the map.
+#[test]
+fn what_is_known_already_is_published_too() {
+    let words: &'static [AtomicU64] = Box::leak((0..2).map(|_| AtomicU64::new(0)).collect());
+    let map = PageMapWriter::new(Box::leak(Box::new(AtomicU64::new(0))), words, 16);
+    let mut table = PageTable::new();
+    let resident = Pte::new(Tag::Resident, 1);
+    let beyond = [FIRST - 1, FIRST + 16];
+    [FIRST, FIRST + 15].into_iter().chain(beyond).for_each(|vpn| table.set(vpn, resident));
+    table.set_clean(FIRST + 15, true);
+    table.publish(map, FIRST);
+    let states = || [0, 1, 15].map(|page| map.get(page));
+    let plain = resident.state();
+    assert_eq!(states(), [plain, PageState(0), plain]);
+    table.publish_soft_dirty();
+    assert_eq!(states(), [PageState(plain.0 | SOFT_DIRTY), PageState(0), plain]);
+    beyond.into_iter().for_each(|vpn| table.clear(vpn, vpn + 1, |_, _| ()));
+    assert_eq!(states(), [PageState(plain.0 | SOFT_DIRTY), PageState(0), plain]);
+}
+
 #[test]
 fn memory_is_used_where_there_are_pages_only() {
     let mut table = PageTable::new();
