@@ -216,9 +216,9 @@ pub struct Node {
     /// 1 once a message said that the group is full; cleared when a limit changes.
     pub full_said: AtomicU32,
     /// 1 from when the pools take more than they may, until they are down to where stores are accepted again.
+    pub pool_full: AtomicU32,
     /// 1 once a run has given the group its settings; 0 while it exists only because a group below it does.
     pub named: AtomicU32,
-    pub pool_full: AtomicU32,
     /// Pages that members read from the swap file, read-ahead included, and that no member's shrinker has taken into account yet.
     pub nr_disk_swapins: DiskReads,
     /// The charge above which members are throttled.
