@@ -123,6 +123,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     }
     let layout = Layout::reserve(arena_limit(group, node)).map_err(
         |_| match bounds_itself() {
+            _ if process::never_overcommits() => "uzswap: this process runs without a limit: the kernel never overcommits memory (vm.overcommit_memory is 2), and uzswap reserves 73 GiB of addresses; set it to 0 or 1\n",
             true => "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",
             false => "uzswap: this process runs without a limit: it does not have 73 GiB of address space left (as under valgrind's tools)\n",
         },

@@ -88,6 +88,16 @@ pub fn is_in_own_proc() -> bool {
     raw::readlink(b"/proc/self\0", &mut name).map_or(true, |name| name == own)
 }
 
+/// Whether the kernel never overcommits memory (`vm.overcommit_memory` is 2). It then charges writable reservations too, even if
+/// they are never touched. False if that cannot be read.
+pub fn never_overcommits() -> bool {
+    let Ok(fd) = raw::open(b"/proc/sys/vm/overcommit_memory\0", libc::O_RDONLY) else { return false };
+    let mut mode = [0];
+    let read = raw::pread(fd, &mut mode, 0);
+    raw::close(fd);
+    read == Ok(1) && mode == *b"2"
+}
+
 /// Whether the calling process shares the clocks of process `pid`, so that both see the same start times. True if that
 /// cannot be determined.
 pub fn has_clocks_of(pid: &[u8]) -> bool {

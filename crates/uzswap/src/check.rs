@@ -14,9 +14,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use uzswap::group_file;
 use uzswap_mm::size::{Size, human};
+use uzswap_pager::frames::arena::Layout;
 use uzswap_pager::group::ENV_GROUP;
 use uzswap_sys::probe;
-use uzswap_sys::process::is_in_own_proc;
+use uzswap_sys::process::{is_in_own_proc, never_overcommits};
 use uzswap_sys::rights::{has_capabilities, is_privileged};
 use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, FEATURE_EVENT_UNMAP, FEATURE_THREAD_ID};
 
@@ -67,6 +68,30 @@ pub fn numbers() -> Result<(), Refused> {
     }
     let why = "/proc belongs to another PID namespace than this process, so the program would not find its group there";
     Err(format!("{why}: {OWN_PROC}").into())
+}
+
+/// What to change if the kernel never overcommits memory.
+pub const OVERCOMMIT: &str = "set sysctl vm.overcommit_memory to 0 (the default) or 1";
+
+/// Whether the kernel lets a pager reserve its addresses. It does not if it never overcommits memory and has less than that to
+/// promise. (Limits that processes have on their address space are another matter.)
+pub fn addresses_can_be_reserved() -> bool {
+    !never_overcommits() || Layout::can_be_reserved(MINIMUM as usize)
+}
+
+/// Refuses to run if the kernel does not.
+///
+/// The story: where `vm.overcommit_memory` is 2, as is advised for PostgreSQL, programs ran without a limit and said that they had
+/// no addresses left, as under Valgrind.
+pub fn addresses() -> Result<(), Refused> {
+    if addresses_can_be_reserved() {
+        return Ok(());
+    }
+    Err(format!(
+    "the kernel never overcommits memory (vm.overcommit_memory is 2), and uzswap reserves 73 GiB of addresses for each process: \
+     {OVERCOMMIT}"
+)
+.into())
 }
 
 /// The limit in bytes. None where `--memory` is left out, which only joining a group allows.

@@ -103,6 +103,7 @@ fn examine() -> Findings {
     ));
     checks.extend(what_the_kernel_can(bits, &probe::pagemap_scan(), &probe::mremap_keeps()));
     checks.push(numbers());
+    checks.push(addresses());
     checks.push(confinement(granted));
     let agent = check::agent();
     checks.push(Check::new(
@@ -176,6 +177,15 @@ fn numbers() -> Check {
     let own = is_in_own_proc();
     let whose = if own { "this one" } else { "another one" };
     Check::new("PID namespace", true, own, format!("/proc is of {whose}"), check::OWN_PROC)
+}
+
+fn addresses() -> Check {
+    let can = check::addresses_can_be_reserved();
+    let found = match can {
+        true => "the kernel allows large reservations of addresses",
+        false => "the kernel never overcommits memory (vm.overcommit_memory is 2)",
+    };
+    Check::new("overcommit", true, can, found, check::OVERCOMMIT)
 }
 
 fn confinement(granted: bool) -> Check {

@@ -69,6 +69,7 @@ pub struct Usage {
 pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     check::nested()?;
     check::numbers()?;
+    check::addresses()?;
     let config = Config::of(args)?;
     let wanted = check::wanted(&config)?;
     let swap = Swap::of(&config)?;

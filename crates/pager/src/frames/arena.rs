@@ -102,6 +102,17 @@ impl Layout {
         })
     }
 
+    /// Whether [`Layout::reserve`] succeeds here; gives back what it reserved.
+    #[must_use]
+    pub fn can_be_reserved(limit: usize) -> bool {
+        let reserved = Self::reserve(limit);
+        if let Ok(layout) = &reserved {
+            // SAFETY: reserved just now, and used by nobody.
+            let _ = unsafe { sys!(libc::SYS_munmap, layout.base, layout.end - layout.base) };
+        }
+        reserved.is_ok()
+    }
+
     /// Lays everything out in a reservation of `len` bytes at `raw`.
     fn within(raw: usize, len: usize, slots: usize) -> Result<Self, Errno> {
         let base = raw.next_multiple_of(GUARD);

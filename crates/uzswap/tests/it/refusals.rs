@@ -141,6 +141,31 @@ fn a_proc_of_another_pid_namespace_is_refused() {
     assert_eq!(apart(&run).unwrap().stdout, b"ran\n");
 }
 
+/// The test cannot change the kernel's setting for all: another file stands for it, and `ulimit -v` for what the kernel refuses.
+#[test]
+fn a_kernel_that_never_overcommits_is_refused() {
+    agent_built();
+    let dir = TempDir::new().unwrap();
+    let two = file(&dir, "two", b"2\n", 0o644);
+    let strict = format!("mount --bind '{}' /proc/sys/vm/overcommit_memory || exit 99;", two.display());
+    let run = |script: &str| std::process::Command::new("unshare").args(["-m", "sh", "-c", script]).output();
+    let (tight, says) = ("ulimit -v 50000000;", "vm.overcommit_memory is 2");
+    let enough = match run(&format!("{strict} exec '{UZSWAP}' run -q -m 64M -- echo ran")) {
+        Ok(output) if matches!(output.status.code(), Some(0 | 125)) => output,
+        other => return skip(&format!("nothing can be mounted: {other:?}")),
+    };
+    assert!(enough.stdout == b"ran\n" && enough.stderr.is_empty(), "{enough:?}");
+    let said = sentence(&run(&format!("{strict} {tight} exec '{UZSWAP}' run -q -m 64M -- echo ran")).unwrap());
+    assert!(said.contains(says) && said.contains("to 0"), "{said}");
+    let doctor = run(&format!("{strict} {tight} exec '{UZSWAP}' doctor")).unwrap();
+    let said = String::from_utf8_lossy(&doctor.stdout);
+    assert!(doctor.status.code() == Some(1) && said.contains("✗ overcommit") && said.contains(says), "{said}");
+    let program = format!("{strict} {tight} exec echo ran");
+    let child = run(&format!("exec '{UZSWAP}' run -q -m 64M -- sh -c \"{program}\"")).unwrap();
+    let said = String::from_utf8_lossy(&child.stderr);
+    assert!(child.stdout == b"ran\n" && said.contains(says), "{said}");
+}
+
 #[test]
 fn missing_programs_are_refused() {
     for (program, status, part) in [
