@@ -87,11 +87,8 @@ pub fn addresses() -> Result<(), Refused> {
     if addresses_can_be_reserved() {
         return Ok(());
     }
-    Err(format!(
-    "the kernel never overcommits memory (vm.overcommit_memory is 2), and uzswap reserves 73 GiB of addresses for each process: \
-     {OVERCOMMIT}"
-)
-.into())
+    let why = "the kernel never overcommits memory (vm.overcommit_memory is 2), and uzswap reserves 73 GiB of addresses a process";
+    Err(format!("{why}: {OVERCOMMIT}").into())
 }
 
 /// The limit in bytes. None where `--memory` is left out, which only joining a group allows.

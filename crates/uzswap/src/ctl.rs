@@ -7,6 +7,7 @@ use crate::Failed;
 use crate::check::MINIMUM;
 use crate::cli::CtlArgs;
 use crate::config::{on_full, on_full_name};
+use crate::group_name::components;
 use crate::groups::{Group, Registry};
 use crate::machine;
 use crate::output::print;
@@ -45,6 +46,7 @@ impl Setting {
 /// Shows or sets limits. The error is one sentence.
 pub fn ctl(args: &CtlArgs) -> Result<(), Failed> {
     let settings = parse_all(&args.settings).map_err(Failed::Wrongly)?;
+    components(&args.name).map_err(Failed::Wrongly)?;
     let group = Registry::open()?.find(&args.name)?;
     if settings.is_empty() {
         return Ok(print(shown(&group).as_bytes())?);

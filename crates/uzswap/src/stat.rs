@@ -1,6 +1,8 @@
 //! `uzswap stat`: lists running groups, and prints their counters.
 
+use crate::Failed;
 use crate::cli::StatArgs;
+use crate::group_name::components;
 use crate::groups::{Registry, name_of, refresh};
 use crate::output::print;
 use crate::stat_files::{Content, Usage, files};
@@ -9,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::group::{GroupPage, NODES};
 
 /// Prints what was asked for. The error is one sentence.
-pub fn stat(args: &StatArgs) -> Result<(), String> {
+pub fn stat(args: &StatArgs) -> Result<(), Failed> {
     let registry = Registry::open()?;
     let Some(name) = &args.name else {
         let groups = list(&registry);
@@ -24,11 +26,12 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
         }
         return Ok(());
     };
+    components(name).map_err(Failed::Wrongly)?;
     let group = registry.find(name)?;
     group.refresh();
     let mut shown = files(group.page(), group.node);
     if let Some(missing) = args.files.iter().find(|file| !shown.iter().any(|(known, _)| known == *file)) {
-        return Err(format!("no file is called `{missing}`: there are {}", known(&shown)));
+        return Err(Failed::Wrongly(format!("no file is called `{missing}`: there are {}", known(&shown))));
     }
     if !args.files.is_empty() {
         shown.retain(|(name, _)| args.files.contains(name));
@@ -46,7 +49,7 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
             parts.join("\n")
         }
     };
-    print(text.as_bytes())
+    Ok(print(text.as_bytes())?)
 }
 
 /// The names of all files; those that exist for each folio size are one entry.

@@ -576,6 +576,8 @@ fn statuses_of_other_subcommands() {
         &["replay", "/no/such", "--pool", "200%"],
         &["ctl", "no-such-group", "memory.max=abc"],
         &["ctl", "no-such-group", "memory.max=1G", "memory.max=2G"],
+        &["ctl", "no//name"],
+        &["stat", "../name", "memory.max"],
         &["pagemap", "0", "--page-out", "x"],
         &["protect", "0", "x"],
     ] {
