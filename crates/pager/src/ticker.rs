@@ -190,8 +190,8 @@ impl Pager {
         }
         // Read again, under the lock: faults served while this thread waited for the lock, or for a CPU, are counted then.
         let mut s = self.lock_and_lift(watch);
-        let mut held_up = false;
-        if self.is_to_protect(&s) {
+        let mut held_up = !self.protect_now(&s);
+        if held_up {
             drop(s);
             held_up = !self.protect_between_calls();
             s = self.lock_and_lift(watch);

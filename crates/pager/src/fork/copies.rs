@@ -92,7 +92,7 @@ impl Pager {
 
     /// Whether it is time to protect: in the parent after a fork, and on either side later, once the copies would not fit any
     /// more. If not, a forking thread that waits goes on.
-    pub(crate) fn is_to_protect(&self, s: &State) -> bool {
+    fn is_to_protect(&self, s: &State) -> bool {
         let forked = self.forked.load(SeqCst);
         let protects = match forked {
             AWAITED => self.copies_may_exceed(s),
@@ -118,7 +118,20 @@ impl Pager {
         }
     }
 
-    /// The same in the ticker, without the lock held; false if mapping calls cannot be stopped now.
+    /// The same in the ticker, with the lock held, unless a mapping call is under way; false if one is.
+    pub(crate) fn protect_now(&self, s: &State) -> bool {
+        if !self.is_to_protect(s) {
+            return true;
+        }
+        let stopped = self.calls.try_stop_now();
+        if stopped {
+            self.protect_after_fork(s);
+            self.calls.go_on();
+        }
+        stopped
+    }
+
+    /// The same without the lock held; false if mapping calls cannot be stopped now.
     ///
     /// The story: mapping calls kept running. A thread had just mapped a memfd privately in the place of managed memory, and the
     /// event was still unread, so the new mapping was registered. A sequential fault then copied pages of zeros ahead into it,
@@ -403,7 +416,9 @@ mod tests {
             });
             // (Its event is not read.)
             while !p.uffd().wait(-1) {}
-            let meanwhile = (p.protect_between_calls(), maps::is_registered(at), p.forked.load(SeqCst));
+            let now = p.protect_now(&p.state.lock());
+            let protects = now || p.protect_between_calls();
+            let meanwhile = (protects, maps::is_registered(at), p.forked.load(SeqCst));
             let s = &mut *p.state.lock();
             let event = p.uffd().read().expect("the client is there").expect("a message");
             p.event(s, event);
@@ -415,7 +430,8 @@ mod tests {
         assert_eq!(meanwhile, (false, Some(false), AWAITED), "it is to be tried again");
         // SAFETY: the mapping just made.
         assert_eq!(unsafe { *(at as *const u8) }, 9, "a page that is not the file's");
-        assert!(p.protect_between_calls() && maps::is_registered(at) == Some(false));
+        assert!(p.protect_now(&p.state.lock()) && maps::is_registered(at) == Some(false));
+        assert_eq!(p.forked.load(SeqCst), PROTECTED);
         p.engaged.store(false, SeqCst);
     }
 
