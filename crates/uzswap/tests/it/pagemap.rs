@@ -79,7 +79,11 @@ fn a_regions_written_and_protected_pages_are_shown() {
 }
 
 /// A child forked by this process, killed when this is dropped. It has done what it is to do.
-struct Forked(i32, std::fs::File);
+struct Forked {
+    pid: i32,
+    /// It waits for this to be closed.
+    _end: std::fs::File,
+}
 
 impl Forked {
     /// Forks a child that does something and then waits for its end.
@@ -99,7 +103,7 @@ impl Forked {
             }
             drop(tells);
             let said = told.read_exact(&mut [0]);
-            let child = Self(pid, ends);
+            let child = Self { pid, _end: ends };
             said.expect("the child is there");
             child
         }
@@ -110,8 +114,8 @@ impl Drop for Forked {
     fn drop(&mut self) {
         // SAFETY: a child of this process, which is waited for once.
         unsafe {
-            libc::kill(self.0, libc::SIGKILL);
-            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+            libc::kill(self.pid, libc::SIGKILL);
+            libc::waitpid(self.pid, std::ptr::null_mut(), 0);
         }
     }
 }
@@ -126,7 +130,7 @@ fn a_forked_child_is_not_shown_its_parents_regions() {
     // SAFETY: within the region, which nobody else uses.
     unsafe { region.as_mut_ptr().write_volatile(1) };
     let none = Forked::new(|| ());
-    let output = pagemap(&[&none.0.to_string()]);
+    let output = pagemap(&[&none.pid.to_string()]);
     let text = String::from_utf8(output.stderr).unwrap();
     let shown = String::from_utf8(output.stdout).unwrap();
     assert!(!output.status.success() && text.contains("has no page map"), "{shown}{text}");
@@ -136,7 +140,7 @@ fn a_forked_child_is_not_shown_its_parents_regions() {
         (0..5).for_each(|page| unsafe { own.as_mut_ptr().add(page * 4096).write_volatile(1) });
         std::mem::forget(own);
     });
-    let found = json(&[&one.0.to_string(), "--json"]);
+    let found = json(&[&one.pid.to_string(), "--json"]);
     let found = found.as_array().unwrap();
     assert_eq!(found.len(), 1, "{found:?}");
     assert!(found[0]["what"].as_str().unwrap().contains("region") && found[0]["pages"] == 256, "{found:?}");
