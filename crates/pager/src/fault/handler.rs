@@ -109,7 +109,7 @@ impl Handler {
         p.look_if_asked();
         let mut s = p.state.lock();
         self.take_asked(&mut s);
-        let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { self.read(p) };
+        let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { self.read(p, &s) };
         self.reads.look(p);
         let mut fault = false;
         match message {
@@ -187,19 +187,24 @@ impl Handler {
     }
 
     /// Reads a message. While faults wait for an event, it passes over those that were read before, but notes if the reclaim
-    /// thread waits for one of them too.
+    /// thread waits for one of them too. It also passes over writes to pages that are being dropped: they wait until that is done
+    /// (`read_only`).
     ///
     /// The story: a thread is given a signal while another signal waits for it. While the kernel writes the signal's frame to a
     /// page that is out, the thread does not sleep: the kernel retries at once, and queues a fault each time. It hands out faults
     /// before events, so with one message a turn the handler never reached the event of an `mremap`, without which no page may
-    /// come. `torture` stood still for minutes, in a child.
-    fn read(&mut self, p: &Pager) -> Result<Option<Message>, Errno> {
+    /// come. `torture` stood still for minutes, in a child. A drop of read-only memory waits for its event too, and a stack on it
+    /// that was written to meanwhile held it up for up to eleven seconds.
+    fn read(&mut self, p: &Pager, s: &State) -> Result<Option<Message>, Errno> {
         let mut message = p.uffd().read();
         for _ in 0..PASSED_OVER_MOST {
             let Ok(Some(Message::Fault { address, write, protected, tid })) = message else { break };
             let r = Request::at(address, write, protected);
-            let Some(same) = self.waiting.iter_mut().find(|waiting| self.retry && waiting.r == r) else { break };
-            same.own |= p.is_reclaimer(tid);
+            match self.waiting.iter_mut().find(|waiting| self.retry && waiting.r == r) {
+                Some(same) => same.own |= p.is_reclaimer(tid),
+                None if r.protected && s.leaving.drops(r.vpn) => {}
+                None => break,
+            }
             message = p.uffd().read();
         }
         message

@@ -72,6 +72,11 @@ pub(crate) struct Leaving {
 
 impl Leaving {
     /// Whether a page is being copied or dropped.
+    /// Whether a page is being dropped.
+    pub(crate) fn drops(&self, vpn: u64) -> bool {
+        self.drops && self.has(vpn)
+    }
+
     pub(crate) fn has(&self, vpn: u64) -> bool {
         self.pages.contains(&vpn)
     }

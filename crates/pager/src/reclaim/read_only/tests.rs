@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::fault::Request;
+use crate::fault::handler::Handler;
 use crate::pool::batch::Batch;
 use crate::testing;
 use uzswap_mm::pagetable::Pte;
@@ -342,4 +343,38 @@ fn what_is_locked_as_well_stays() {
     }
     assert!(!serving(p, || p.take_read_only()));
     assert_eq!((count(p, first, |t| t == Tag::Resident), there(p, first)), (N, N));
+}
+
+/// See `Handler::read`. The story: a thread got two signals on a stack that had been read-only and was just being dropped. It faulted
+/// again and again, and the kernel hands out faults before events, so each turn met another fault instead of the event of the drop,
+/// which all waited for. A program stood still for up to eleven seconds.
+#[test]
+fn the_event_of_a_drop_is_reached_behind_faults_that_wait_for_it() {
+    let p = testing::pager_told_of_moves(16 << 20);
+    let first = refused(p);
+    let (piece, at) = (begun(p), first as usize * PAGE);
+    p.signs.watched.store(true, Relaxed);
+    p.state.lock().leaving.drops = true;
+    protect(at, libc::PROT_READ | libc::PROT_WRITE);
+    let ends = std::sync::atomic::AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let drops = scope.spawn(|| drop_pages(at + PAGE, 1).expect("the drop"));
+        assert!(p.uffd().wait(-1), "its event");
+        let writes = scope.spawn(|| {
+            // SAFETY: memory of the test's own.
+            unsafe { (at as *mut u8).write_volatile(9) };
+            ends.store(1, SeqCst);
+        });
+        let queued = || std::fs::read_to_string(format!("/proc/self/fdinfo/{}", p.uffd().fd())).expect("fdinfo");
+        while queued().contains("pending:\t0\n") {
+            std::thread::yield_now();
+        }
+        let mut handler = Handler::default();
+        handler.turn(p);
+        assert_eq!(p.uffd().read(), Ok(None), "all is read in the first turn");
+        drops.join().expect("its call ends");
+        assert_eq!(ends.load(SeqCst), 0, "it waits still");
+        p.end_copy(&mut p.state.lock(), &piece);
+        writes.join().expect("it goes on");
+    });
 }
