@@ -1,5 +1,7 @@
 //! Replays of made-up traces, against a flat model and by hand.
 
+mod disk;
+
 use super::world::{NONE, Object, Page};
 use super::*;
 use crate::shrinker::Policy;
