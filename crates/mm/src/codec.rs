@@ -317,3 +317,22 @@ impl Decompressor {
         lz4::decompress_start(src, dst, wanted).filter(|len| *len >= wanted).ok_or(Corrupt)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is prepared is there, and nothing else: to decode allocates no more then, and most processes need no other.
+    #[test]
+    fn workspaces_are_made_when_they_are_asked_for() {
+        let has = |encodings: &[Encoding]| {
+            let mut decompressor = Decompressor::new();
+            encodings.iter().for_each(|encoding| decompressor.prepare(*encoding));
+            (decompressor.zstd.is_some(), decompressor.deflate.is_some())
+        };
+        assert_eq!(has(&[Encoding::Raw, Encoding::Lz4]), (false, false));
+        assert_eq!(has(&[Encoding::Zstd]), (true, false));
+        assert_eq!(has(&[Encoding::Deflate]), (false, true));
+        assert_eq!(has(&[Encoding::Deflate, Encoding::Zstd, Encoding::Zstd]), (true, true));
+    }
+}

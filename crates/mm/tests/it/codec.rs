@@ -60,6 +60,16 @@ fn round_trips() {
     }
 }
 
+/// Of nothing there is an object too, and a compressor that takes nothing else.
+#[test]
+fn nothing_round_trips() {
+    for algorithm in ALGORITHMS {
+        let (mut compressor, mut object) = (Compressor::with_source_max(algorithm, 0), [0; 64]);
+        let (encoding, written) = compressor.compress(&[], &mut object).unwrap();
+        assert_eq!(Decompressor::new().decompress(encoding, &object[..written], &mut []), Ok(()), "{algorithm}");
+    }
+}
+
 /// Only the wanted start of an object needs to be decoded, and it is right.
 #[test]
 fn the_start_of_an_object_alone() {
@@ -77,6 +87,69 @@ fn the_start_of_an_object_alone() {
             }
         }
     }
+}
+
+/// Where all is wanted the length is right or told; where less is wanted of lz4's, no more is decoded than that and a bit.
+#[test]
+fn no_more_is_decoded_than_is_wanted() {
+    let (mut compressor, mut decompressor) = (Compressor::new(Algorithm::Lz4), Decompressor::new());
+    let sample = &samples(16_384)[5];
+    let mut object = vec![0; 16_384];
+    let (encoding, written) = compressor.compress(sample, &mut object).unwrap();
+    let mut back = vec![0; 16_384];
+    let there = decompressor.decompress_start(encoding, &object[..written], &mut back, 4096).unwrap();
+    assert!((4096..8192).contains(&there), "{there}");
+    let short = decompressor.decompress_start(encoding, &object[..written], &mut back[..8192], 8192);
+    assert_eq!(short, Err(Corrupt), "it decodes to twice as much");
+}
+
+#[test]
+#[should_panic(expected = "more than 1 GiB")]
+fn no_source_is_larger_than_c_can_say() {
+    Compressor::with_source_max(Algorithm::Lz4, 1 << 30);
+    Compressor::with_source_max(Algorithm::Lz4, (1 << 30) + 1);
+}
+
+#[test]
+#[should_panic(expected = "source of 65537 bytes: more than 65536")]
+fn no_source_is_larger_than_was_said() {
+    let mut compressor = Compressor::new(Algorithm::Lz4);
+    assert!(compressor.compress(&vec![0; 65_536], &mut [0; 4096]).is_some());
+    compressor.compress(&vec![0; 65_537], &mut [0; 4096]);
+}
+
+/// What C libraries were given for their states comes back: in a child, whose address space is this test's alone.
+#[test]
+fn what_workspaces_took_is_given_back() {
+    const CHILD: &str = "UZSWAP_TEST_WORKSPACES";
+    if std::env::var_os(CHILD).is_none() {
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "codec::what_workspaces_took_is_given_back", "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
+        return;
+    }
+    let pages = || -> usize {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').next().unwrap().parse().unwrap()
+    };
+    let grows = |what: &dyn Fn()| {
+        what();
+        let before = pages();
+        (0..10_000).for_each(|_| what());
+        pages().saturating_sub(before) * 4096
+    };
+    // The least of them is of 10 KiB. (The heap of a thread grows by 64 MiB of address space.)
+    let compressors = [Algorithm::Lz4, Algorithm::Zstd(1), Algorithm::Deflate(1)]
+        .map(|algorithm| grows(&|| drop(Compressor::with_source_max(algorithm, 4096))));
+    let decompressors =
+        [Encoding::Zstd, Encoding::Deflate].map(|encoding| grows(&|| Decompressor::new().prepare(encoding)));
+    assert!(
+        compressors.iter().chain(&decompressors).all(|grown| *grown < 32 << 20),
+        "{compressors:?} {decompressors:?}"
+    );
 }
 
 /// As for whole objects: whatever the bytes, nothing outside is touched, and a short result is an error.

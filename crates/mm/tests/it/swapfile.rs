@@ -258,3 +258,18 @@ fn geometry_at_its_edges() {
         assert_eq!(Geometry::of(bytes).map(|g| (g.cluster_shift, g.clusters)), want, "{bytes}");
     }
 }
+
+/// A cluster in which nothing is yet can be written as a whole, and no more than that.
+#[test]
+fn a_fresh_cluster_is_one_run() {
+    let mut file = SwapFile::new(Geometry::of(4 * LEAST_CLUSTER as u64).unwrap());
+    file.add_cluster(2);
+    let run = |least: usize| file.run_behind_last(least, LEAST_CLUSTER, |_| true);
+    assert_eq!(run(LEAST_CLUSTER).map(|run| (run.cluster(), run.bytes(), run.filled())), Some((2, LEAST_CLUSTER, 0)));
+    assert_eq!(file.extent(&run(0).unwrap()), (2 * LEAST_CLUSTER as u64, 0));
+    assert_eq!(file.run_behind_last(0, 1 << 30, |_| true).map(|run| run.bytes()), Some(LEAST_CLUSTER));
+    assert!(run(LEAST_CLUSTER + 1).is_none());
+    assert!(file.run_behind_last(0, 1 << 30, |cluster| cluster != 2).is_none(), "who may not write there");
+    // One that went is no longer written to.
+    assert!(file.drop_if_empty(2) && file.run_behind_last(0, 1 << 30, |_| true).is_none());
+}

@@ -166,6 +166,9 @@ fn the_format_is_as_described() {
     let trace = Trace::parse(&bytes).unwrap();
     let block = trace.blocks().next().unwrap().unwrap();
     assert_eq!((block.len(), block.is_empty()), (4, false));
+    let lost = file(&[(BlockHead { slot: 3, time_ns: 5, lost: 7 }, vec![])]);
+    let block = Trace::parse(&lost).unwrap().blocks().next().unwrap().unwrap();
+    assert_eq!((block.len(), block.is_empty()), (0, true));
 }
 
 /// The checksum of the block above.

@@ -96,7 +96,7 @@ fn evacuation_fills_the_slabs_that_there_are() {
     let objects = 4096 / 64;
     let handles: Vec<_> = (0..1024 * objects).map(|_| pool.alloc(64).unwrap()).collect();
     // One object is left in each of the first 200 pages of both blocks.
-    let stays = |handle: &Handle| handle.offset() % 4096 == 0 && handle.offset() / 4096 % 512 < 200;
+    let stays = |handle: &Handle| handle.offset().is_multiple_of(4096) && handle.offset() / 4096 % 512 < 200;
     handles.iter().filter(|handle| !stays(handle)).for_each(|handle| _ = pool.free(*handle));
     assert_eq!((pool.page_blocks(), pool.held_bytes()), ((2, 624), 400 * 4096));
     let done = pool.evacuate(1000, &mut Except(0));
