@@ -38,6 +38,7 @@ use crate::frames::arena::PAGE;
 use crate::group::folio::USUAL_UNIT;
 use crate::pager::Pager;
 use crate::pool::object;
+use crate::reclaim::heat::blocks;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::{List, age};
@@ -412,7 +413,8 @@ fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
 /// The story: only the touched page's block was taken to be used in sequence. The other seven of a window, once faulted on at
 /// random, kept no copies, so all that a pass over such memory brought was compressed anew, page by page, when it left.
 fn no_longer_random(pt: &mut PageTable, at: u64, end: u64) {
-    for block in (at / BLOCK_PAGES as u64 * BLOCK_PAGES as u64..end).step_by(BLOCK_PAGES) {
+    for block in blocks(at, end.saturating_sub(at) as usize) {
+        // Only where there is a hint: to clear one in a block that is not known makes its leaf.
         if pt.hints(block) & HINT_RANDOM != 0 {
             pt.hint(block, 0, HINT_RANDOM);
         }

@@ -133,9 +133,12 @@ pub fn end() {
     let (until, pid, mut tids) = (thread::now_ns() + END_NS, thread::getpid(), [0; PLACES]);
     let mut any = || {
         // The kernel clears a tid a moment before the thread is gone.
-        let known = tids.iter_mut().zip(&THERE);
-        let seen = known.map(|(tid, there)| *tid = Some(there.load(SeqCst)).filter(|now| *now != 0).unwrap_or(*tid));
-        seen.for_each(drop);
+        for (tid, there) in tids.iter_mut().zip(&THERE) {
+            match there.load(SeqCst) {
+                0 => {}
+                now => *tid = now,
+            }
+        }
         BEGUN.load(SeqCst) != SAID.load(SeqCst) || tids.iter().any(|tid| *tid != 0 && thread::is_there(pid, *tid))
     };
     while any() && thread::now_ns() < until {

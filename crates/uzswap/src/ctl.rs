@@ -51,13 +51,7 @@ pub fn ctl(args: &CtlArgs) -> Result<(), Failed> {
     if settings.is_empty() {
         return Ok(print(shown(&group).as_bytes())?);
     }
-    group.refresh();
-    for setting in &settings {
-        apply(&group, *setting);
-    }
-    let n = &group.page().nodes[group.node];
-    n.full_said.store(0, SeqCst);
-    group.tell_of_limits();
+    group.change(|| settings.iter().for_each(|setting| apply(&group, *setting)));
     if settings.iter().any(|s| matches!(s, Setting::Limit("memory.high" | "memory.max", _))) {
         report_what_stays(&group);
     }

@@ -76,6 +76,15 @@ impl Group {
         self.wake();
     }
 
+    /// Changes limits by what the members charge now, and tells the members. If a new limit is too small as well, a new message
+    /// says so.
+    pub fn change(&self, change: impl FnOnce()) {
+        self.refresh();
+        change();
+        self.page().nodes[self.node].full_said.store(0, SeqCst);
+        self.tell_of_limits();
+    }
+
     /// Has the members publish their charge, and waits for them: see [`refresh`].
     pub fn refresh(&self) {
         refresh(core::slice::from_ref(self));
@@ -324,10 +333,7 @@ fn name_now(group: &Group, wanted: &Wanted) {
     let node = &group.page().nodes[group.node];
     say_how(node, wanted);
     if let Some(max) = wanted.max.filter(|max| *max != node.max.load(Relaxed)) {
-        group.refresh();
-        node.set_max(max, Usage::of(group.page(), group.node).charge);
-        node.full_said.store(0, SeqCst);
-        group.tell_of_limits();
+        group.change(|| node.set_max(max, Usage::of(group.page(), group.node).charge));
     }
 }
 

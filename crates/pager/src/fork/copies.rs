@@ -113,9 +113,14 @@ impl Pager {
     /// Protects if it is time to, with the lock held and no mapping call under way.
     pub(crate) fn protect_after_fork(&self, s: &State) {
         if self.is_to_protect(s) {
-            self.protect_shared(s, &[]);
-            self.let_forked_go_on(PROTECTED);
+            self.protect_and_go_on(s);
         }
+    }
+
+    /// Protects, and lets a forking thread that waits go on.
+    fn protect_and_go_on(&self, s: &State) {
+        self.protect_shared(s, &[]);
+        self.let_forked_go_on(PROTECTED);
     }
 
     /// The same in the ticker, with the lock held, unless a mapping call is under way; false if one is.
@@ -125,7 +130,7 @@ impl Pager {
         }
         let stopped = self.calls.try_stop_now();
         if stopped {
-            self.protect_after_fork(s);
+            self.protect_and_go_on(s);
             self.calls.go_on();
         }
         stopped

@@ -77,7 +77,7 @@ impl State {
 }
 
 /// The first page of each block that `n` pages from `vpn` on are in.
-fn blocks(vpn: u64, n: usize) -> impl Iterator<Item = u64> {
+pub(crate) fn blocks(vpn: u64, n: usize) -> impl Iterator<Item = u64> {
     let block = BLOCK_PAGES as u64;
     (vpn / block..(vpn + n as u64).div_ceil(block)).map(move |i| i * block)
 }
