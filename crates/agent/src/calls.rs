@@ -91,7 +91,7 @@ pub fn end_one(call: InOrder) {
 pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isize) {
     if matches!(advice as i32, libc::MADV_HUGEPAGE | libc::MADV_NOHUGEPAGE)
         && ret == 0
-        && let Some(p) = pager()
+        && let Some(p) = pager().filter(|p| p.is_of_this_process())
     {
         let mask = set_mask(!0);
         let end = at.saturating_add(len.next_multiple_of(PAGE));
@@ -100,7 +100,7 @@ pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isiz
     }
     let pages = if ret == 0 { len.div_ceil(PAGE) } else { pages_taken(call, (at, len), advice, ret) };
     if advice as i32 == MADV_GUARD_INSTALL
-        && let Some(p) = pager()
+        && let Some(p) = pager().filter(|p| p.is_of_this_process())
     {
         let mask = set_mask(!0);
         // libc makes guards of stacks this way; stacks are not managed.
@@ -162,7 +162,7 @@ fn taken(pages: usize, again: impl Fn(usize) -> bool) -> usize {
 /// Guard pages send no event at all: what was out there came back when the guards were removed, where there should be
 /// zeros. MADV_DONTNEED leaves the guards in place.
 fn is_followed(call: InOrder, advice: usize) -> bool {
-    let managed = matches!(call.held, Some(Held::Shared | Held::Alone));
+    let managed = matches!(call.held, Some(Held::Shared(_) | Held::Alone));
     managed && [libc::MADV_FREE, MADV_GUARD_INSTALL].contains(&(advice as i32))
 }
 

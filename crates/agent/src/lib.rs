@@ -371,6 +371,10 @@ fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
     let Some(p) = pager() else { return };
     let stack = flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN) != 0;
     let end = ret + len.next_multiple_of(4096);
+    if (stack || droppable) && !p.is_of_this_process() {
+        // Like `is_no_stack`.
+        return;
+    }
     if stack || droppable {
         let old = set_mask(!0);
         p.exclude(&mut p.lock_in_hook(), ret, end);
@@ -398,8 +402,11 @@ fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
 }
 
 /// A range has new memory that is no stack, though it may have been one before.
+///
+/// A child that shares this memory does not take the pager's lock: if it were killed with it, no thread would ever get it again.
+/// What it maps here stays unmanaged then, as a stack does.
 fn is_no_stack(p: &Pager, start: usize, end: usize) {
-    if p.may_be_excluded(start, end) || p.thp.may_know(start, end) {
+    if (p.may_be_excluded(start, end) || p.thp.may_know(start, end)) && p.is_of_this_process() {
         let old = set_mask(!0);
         p.include(&mut p.lock_in_hook(), start, end);
         set_mask(old);

@@ -30,10 +30,12 @@ pub mod credentials;
 pub(crate) mod descriptors;
 pub mod events;
 pub(crate) mod executes;
+mod holders;
 pub mod remapped;
 
 use crate::frames::arena::PAGE;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::*};
+use holders::Holders;
 use uzswap_sys::lock::{futex_wait, futex_wake};
 use uzswap_sys::rwlock::RwLock;
 use uzswap_sys::thread;
@@ -56,14 +58,16 @@ const HOLD_BACK_NS: u64 = 2_000_000;
 /// CPU.
 const HOLD_FOR_STOP: u64 = 10;
 
+/// How often a thread that waits for the lock checks whether its holders are still alive (nanoseconds).
+const CHECK_NS: u64 = 50_000_000;
+
 /// What a call holds while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub enum Held {
     /// Only a count: no memory is managed yet.
     Counted,
-    /// The lock, shared with others.
-    Shared,
+    /// The lock, shared with others, and the place where its thread is noted ([`holders`]).
+    Shared(u8),
     /// The lock, alone.
     Alone,
 }
@@ -81,6 +85,8 @@ pub enum Waits {
 /// Orders the calls of one process.
 pub struct Calls {
     lock: RwLock,
+    /// The threads that hold it.
+    holders: Holders,
     /// Whether calls take the lock: from before the first memory is registered.
     ordered: AtomicBool,
     /// Calls under way that did not take it.
@@ -91,6 +97,8 @@ pub struct Calls {
     waited_for: AtomicU32,
     /// How many threads want calls stopped and have not got there yet (a futex).
     stopping: AtomicU32,
+    /// Whether calls kept the reclaim thread from making room when it last tried.
+    hold_up_room: AtomicBool,
     /// How long a call is held back at most (nanoseconds).
     hold_ns: u64,
 }
@@ -102,14 +110,16 @@ impl Default for Calls {
 }
 
 impl Calls {
-    const fn with_hold(hold_ns: u64) -> Self {
+    fn with_hold(hold_ns: u64) -> Self {
         Self {
             lock: RwLock::new(),
+            holders: Holders::new(),
             ordered: AtomicBool::new(false),
             unordered: AtomicU32::new(0),
             remaps: [const { AtomicUsize::new(0) }; 2],
             waited_for: AtomicU32::new(0),
             stopping: AtomicU32::new(0),
+            hold_up_room: AtomicBool::new(false),
             hold_ns,
         }
     }
@@ -131,11 +141,12 @@ impl Calls {
         // Wait before taking the lock, which is what those threads want.
         self.wait_for_stop();
         let held = if alone {
-            self.lock.take();
+            self.take();
             Held::Alone
         } else {
-            self.lock.share();
-            Held::Shared
+            let me = self.holders.calling_thread();
+            self.lock.share_checking(CHECK_NS, || self.release_for_dead());
+            Held::Shared(self.holders.note_shared(me))
         };
         // Wait with the lock held: a call that waited for the lock would otherwise begin without having looked.
         let waited_for = self.waited_for.load(Acquire);
@@ -143,6 +154,47 @@ impl Calls {
             futex_wait(&self.waited_for, waited_for, Some(self.hold_ns), false);
         }
         held
+    }
+
+    /// Takes the lock alone, for a call or a fork.
+    fn take(&self) {
+        let me = self.holders.calling_thread();
+        self.lock.take_checking(CHECK_NS, || self.release_for_dead());
+        self.holders.note_alone(me);
+    }
+
+    /// Releases the lock for holders that died with it.
+    ///
+    /// The story: a child that shared its parent's memory was killed in `munmap`. Its parent's next `mremap`, or fork, waited
+    /// forever.
+    fn release_for_dead(&self) {
+        let (shared, alone) = self.holders.remove_dead();
+        (0..shared).for_each(|_| self.lock.unshare());
+        if alone {
+            self.remaps[1].store(0, Release);
+            self.lock.release();
+        }
+    }
+
+    /// Whether a thread holds the lock: it is in a call, or forks.
+    pub(crate) fn are_held_by(&self, tid: u32) -> bool {
+        self.lock.is_held() && self.holders.include(tid)
+    }
+
+    /// Whether mappings may have changed without an event: another process that shares this memory is in a call, or died in one
+    /// and nobody has checked since what it did ([`crate::Pager::mend_torn`]).
+    pub(crate) fn may_be_torn(&self) -> bool {
+        self.holders.may_be_torn()
+    }
+
+    /// Whether such a process died in a call since the last time this was asked. The caller checks what it did.
+    pub(crate) fn take_torn(&self) -> bool {
+        self.holders.take_torn()
+    }
+
+    /// The check that [`Calls::take_torn`] asked for failed.
+    pub(crate) fn stay_torn(&self) {
+        self.holders.stay_torn();
     }
 
     /// Waits until no thread wants calls stopped, for some moments at most.
@@ -204,10 +256,13 @@ impl Calls {
     pub fn end(&self, held: Held) {
         match held {
             Held::Counted => drop(self.unordered.fetch_sub(1, Release)),
-            Held::Shared => self.lock.unshare(),
+            Held::Shared(place) => {
+                self.holders.forget_shared(place);
+                self.lock.unshare();
+            }
             Held::Alone => {
                 self.remaps[1].store(0, Release);
-                self.lock.release();
+                self.go_on();
             }
         }
     }
@@ -234,18 +289,24 @@ impl Calls {
 
     /// Stops calls, for a fork.
     pub fn stop(&self) {
-        self.before_others(|lock| lock.take());
+        self.before_others(Self::take);
     }
 
     /// Stops calls, for a scan; false if they cannot be stopped now.
     pub fn try_stop(&self) -> bool {
-        self.before_others(|lock| lock.take_within(SCAN_WAITS_NS))
+        self.before_others(|calls| {
+            let taken = calls.lock.take_within(SCAN_WAITS_NS);
+            if !taken {
+                calls.release_for_dead();
+            }
+            taken
+        })
     }
 
     /// Takes the lock ahead of new calls, which wait meanwhile.
-    fn before_others<T>(&self, take: impl FnOnce(&RwLock) -> T) -> T {
+    fn before_others<T>(&self, take: impl FnOnce(&Self) -> T) -> T {
         self.want_stopped(true);
-        let taken = take(&self.lock);
+        let taken = take(self);
         self.want_stopped(false);
         taken
     }
@@ -264,6 +325,20 @@ impl Calls {
         }
     }
 
+    /// The reclaim thread notes whether calls keep it from making room. As long as they do, calls that begin wait for it as they
+    /// wait for a thread that wants calls stopped.
+    pub(crate) fn set_hold_up_room(&self, hold_up: bool) {
+        if self.hold_up_room.load(Relaxed) != hold_up {
+            self.hold_up_room.store(hold_up, Relaxed);
+            self.want_stopped(hold_up);
+        }
+    }
+
+    /// Whether calls keep the reclaim thread from making room.
+    pub(crate) fn hold_up_room(&self) -> bool {
+        self.hold_up_room.load(Relaxed)
+    }
+
     /// Whether a thread wants calls stopped and has not got there yet.
     pub fn are_to_stop(&self) -> bool {
         self.stopping.load(Relaxed) != 0
@@ -276,6 +351,7 @@ impl Calls {
 
     /// Lets calls run again.
     pub fn go_on(&self) {
+        self.holders.forget_alone();
         self.lock.release();
     }
 
@@ -284,6 +360,8 @@ impl Calls {
         self.unordered.store(0, Relaxed);
         self.waited_for.store(0, Relaxed);
         self.stopping.store(0, Relaxed);
+        self.hold_up_room.store(false, Relaxed);
+        self.holders.forget_all();
     }
 }
 
@@ -309,6 +387,31 @@ mod tests {
             assert!(engages.join().unwrap(), "it did not wait");
         });
         assert_eq!(calls.unordered.load(SeqCst), 0);
+    }
+
+    /// A process that shared this memory died in a call: its share, and the lock that another had alone, are released for it.
+    #[test]
+    fn the_lock_is_released_for_dead_holders() {
+        let calls = Calls::default();
+        for alone in [false, true] {
+            let mut dead = std::process::Command::new("/bin/true").spawn().unwrap();
+            let thread = dead.id() | 1 << 31;
+            match alone {
+                true => {
+                    calls.lock.take();
+                    calls.holders.note_alone(thread);
+                }
+                false => {
+                    calls.lock.share();
+                    calls.holders.note_shared(thread);
+                }
+            }
+            calls.stop();
+            assert!(calls.take_torn(), "alone: {alone}");
+            calls.go_on();
+            dead.wait().unwrap();
+        }
+        assert!(!calls.lock.is_held());
     }
 
     /// Of two that wait for calls, the last to be done lets a call begin.

@@ -74,7 +74,7 @@ impl Request {
 impl Pager {
     /// Whether the reclaim thread has work.
     pub(crate) fn needs_reclaim(&self, s: &State) -> bool {
-        if !s.unshare.is_empty() || self.wants_read_only(s) {
+        if !s.unshare.is_empty() || self.wants_read_only(s) || self.calls.may_be_torn() {
             return true;
         }
         if self.handler_reclaims(s) {

@@ -45,6 +45,8 @@ impl Pager {
     pub fn before_fork(&self) {
         self.calls.stop();
         let mut s = self.lock_in_hook();
+        // In the child nothing is registered at first, so it could not check this.
+        self.mend_torn(&mut s);
         self.store_posted(&mut s);
         if let Some(rings) = self.rings {
             s.fork_number = rings.fork_number();

@@ -38,7 +38,8 @@ use crate::pool::batch::{BATCH_PAGES, Batch};
 use crate::state::{BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::zone::Kind;
-use uzswap_sys::{lock, thread};
+use uzswap_sys::lock::{self, Guard};
+use uzswap_sys::thread;
 
 /// How many frames are given back at once where TLB flushes are to be saved: a 128th of the limit, or of a member's share of it,
 /// between these bounds. (That is less than half of the margin below any limit, 1 MiB.)
@@ -85,6 +86,7 @@ impl Pager {
         loop {
             let word = self.me().wake.load(Acquire);
             if self.stopping.load(Acquire) {
+                self.calls.set_hold_up_room(false);
                 return self.calls.hold_back(Waits::Reclaim, false);
             }
             self.serve_request(&mut batch);
@@ -93,6 +95,7 @@ impl Pager {
                 failures = 0;
                 self.gets_on();
                 self.calls.hold_back(Waits::Reclaim, false);
+                self.calls.set_hold_up_room(false);
                 if self.compact_behind(&mut self.state.lock()) {
                     continue;
                 }
@@ -149,6 +152,19 @@ impl Pager {
         tid as i32 == self.reclaimer.load(Relaxed)
     }
 
+    /// Whether a thread keeps the reclaim thread from making room, by a mapping call under way.
+    pub(crate) fn keeps_from_room(&self, tid: u32) -> bool {
+        self.calls.hold_up_room() && self.calls.are_held_by(tid)
+    }
+
+    /// Takes the lock between calls, for the reclaim thread to make room. If a call is under way, calls that begin wait a moment
+    /// each until this is tried again, and a thread that faults in a call need not wait for room.
+    pub(crate) fn lock_to_make_room(&self) -> Option<Guard<'_, State>> {
+        let s = self.lock_between_calls();
+        self.calls.set_hold_up_room(s.is_none());
+        s
+    }
+
     /// How long a thread that found nothing to evict waits before it looks again. (Of many members, each sums up what all others
     /// hold.)
     fn full_nap_ns(&self) -> u64 {
@@ -177,13 +193,24 @@ impl Pager {
             self.ask_the_largest(&s);
             self.count_excess(&s, margin as usize);
         }
-        !s.unshare.is_empty() || self.wants_read_only(&s) || over || (ahead && short)
+        !s.unshare.is_empty() || self.wants_read_only(&s) || over || (ahead && short) || self.calls.may_be_torn()
+    }
+
+    /// If a child that shares this memory was killed in a call, checks what it did. Nothing leaves before that.
+    fn check_if_torn(&self) {
+        if self.calls.may_be_torn()
+            && let Some(s) = self.lock_between_calls()
+        {
+            drop(s);
+            self.calls.go_on();
+        }
     }
 
     /// One round: stages, compresses a batch, gives frames back. False when it could do nothing.
     pub(crate) fn reclaim_step(&self, batch: &mut Batch) -> bool {
         let (low, high) = self.watermarks();
         let (mut progress, mut put_off) = (false, false);
+        self.check_if_torn();
         let between = if self.without_move { self.lock_between_calls() } else { None };
         let stopped = between.is_some();
         {

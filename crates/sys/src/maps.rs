@@ -143,6 +143,8 @@ pub fn parse(text: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
 
 /// The smaps flag of a mapping that is zeros in forked children (MADV_WIPEONFORK).
 pub const WIPED_ON_FORK: &[u8] = b"wf";
+/// The smaps flag of a mapping that is registered with a userfaultfd for missing pages.
+pub const REGISTERED: &[u8] = b"um";
 /// The smaps flag of a mapping whose pages are locked as they are touched (MLOCK_ONFAULT).
 pub const LOCKED_ON_FAULT: &[u8] = b"lf";
 

@@ -45,10 +45,21 @@ impl RwLock {
 
     /// Takes it shared, as soon as nobody has it alone or waits for that.
     pub fn share(&self) {
+        self.share_with(None, || ());
+    }
+
+    /// Takes it shared, and calls `check` after each wait of at most `ns` nanoseconds: for callers that can do something about a
+    /// holder that will not release it.
+    pub fn share_checking(&self, ns: u64, check: impl Fn()) {
+        self.share_with(Some(ns), check);
+    }
+
+    fn share_with(&self, ns: Option<u64>, check: impl Fn()) {
         loop {
             let word = self.word.load(Relaxed);
             if word & ALONE != 0 {
-                self.sleep(word, None);
+                self.sleep(word, ns);
+                check();
             } else if self.word.compare_exchange(word, word + 1, Acquire, Relaxed).is_ok() {
                 return;
             }
@@ -69,6 +80,18 @@ impl RwLock {
         self.wait_for_shares(None);
     }
 
+    /// Takes it alone, and calls `check` after each wait of at most `ns` nanoseconds: for callers that can do something about a
+    /// holder that will not release it.
+    pub fn take_checking(&self, ns: u64, check: impl Fn()) {
+        while !self.claim(Some(ns)) {
+            check();
+        }
+        // It is claimed: no new shares are given meanwhile.
+        while !self.wait_for_shares(Some(ns)) {
+            check();
+        }
+    }
+
     /// Takes it alone if that succeeds within `ns` nanoseconds or little more; returns whether it did.
     pub fn take_within(&self, ns: u64) -> bool {
         if !self.claim(Some(ns)) {
@@ -85,6 +108,11 @@ impl RwLock {
     pub fn try_take(&self) -> bool {
         let word = self.word.load(Relaxed);
         word & (ALONE | SHARES) == 0 && self.word.compare_exchange(word, word | ALONE, Acquire, Relaxed).is_ok()
+    }
+
+    /// Whether any thread has it now. It may have changed when this returns.
+    pub fn is_held(&self) -> bool {
+        self.word.load(Relaxed) & (ALONE | SHARES) != 0
     }
 
     /// Releases it after taking it alone.

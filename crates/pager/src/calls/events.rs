@@ -15,6 +15,7 @@ use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Pte, Tag};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::uffd::Message;
+use uzswap_sys::{maps, raw};
 
 impl Pager {
     /// Applies an event.
@@ -39,6 +40,27 @@ impl Pager {
                 self.wake_waiting(s, from, from + len);
             }
             Message::Fault { .. } | Message::Unknown(_) => {}
+        }
+    }
+
+    /// If a child that shares this memory was killed in a call, forgets what is no longer registered: the event of that call was
+    /// never sent ([`crate::calls::holders`]). Calls must be stopped. (Where such a child moved memory to by `mremap` stays
+    /// unknown, to its parent as well.)
+    ///
+    /// The story: children of a program were killed while they unmapped memory. The program read the old contents in what it
+    /// mapped there next, and zeros where it had written to that.
+    pub(crate) fn mend_torn(&self, s: &mut State) {
+        if !self.calls.take_torn() {
+            return;
+        }
+        let mut text = Vec::with_capacity(1 << 20);
+        if raw::read_file(b"/proc/thread-self/smaps\0", &mut text).is_err() {
+            return self.calls.stay_torn();
+        }
+        let mut gone = s.managed.clone();
+        maps::flagged(&text, maps::REGISTERED).for_each(|(start, end)| gone.cut(start, end));
+        for (start, end) in gone.iter() {
+            self.event(s, Message::Unmapped { start, end });
         }
     }
 }

@@ -201,7 +201,10 @@ impl Handler {
             let Ok(Some(Message::Fault { address, write, protected, tid })) = message else { break };
             let r = Request::at(address, write, protected);
             match self.waiting.iter_mut().find(|waiting| self.retry && waiting.r == r) {
-                Some(same) => same.own |= p.is_reclaimer(tid),
+                Some(same) => {
+                    same.own |= p.is_reclaimer(tid);
+                    same.tid = if p.calls.are_held_by(tid) { tid } else { same.tid };
+                }
                 None if r.protected && s.leaving.drops(r.vpn) => {}
                 None => break,
             }
@@ -223,7 +226,7 @@ impl Handler {
         self.reads.count_message();
         let own = p.is_reclaimer(tid);
         let mut waiting = Waiting::new(r);
-        waiting.own = own;
+        (waiting.own, waiting.tid) = (own, tid);
         p.want(&s, &mut self.reads, &mut waiting);
         self.waiting.push(waiting);
         p.signs.owes.store(true, Relaxed);
@@ -332,14 +335,16 @@ impl Handler {
         false
     }
 
-    /// Serves the reclaim thread's faults while others must wait for room: it has met a page that is out while it un-shares what
-    /// may leave then.
+    /// Serves the faults of threads that room depends on, while others must wait for room: the reclaim thread, which met a page
+    /// that is out while it un-shares what may leave then, and threads in a mapping call, as read-only and shared memory leaves
+    /// between calls.
     ///
-    /// The story: it waited with the others, and so, with `--on-full=wait`, did the whole program, forever.
+    /// The story: they waited with the others, and so, with `--on-full=wait`, did the whole program, forever.
     fn serve_own(&mut self, p: &Pager, s: &mut State) {
-        if self.waiting.iter().any(|waiting| waiting.own) {
+        let first = |waiting: &Waiting| waiting.own || p.keeps_from_room(waiting.tid);
+        if self.waiting.iter().any(first) {
             p.land(s, &mut self.reads, &mut self.waiting);
-            self.serve_those(p, s, |waiting| waiting.own);
+            self.serve_those(p, s, first);
         }
     }
 

@@ -131,7 +131,7 @@ impl Pager {
     /// be shared again.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
         // Once for all ranges: they are few, and other threads' calls would wait each time.
-        let Some(mut s) = self.lock_between_calls() else { return false };
+        let Some(mut s) = self.lock_to_make_room() else { return false };
         let mut all = true;
         for (at, len) in ranges {
             self.show_progress();

@@ -57,6 +57,10 @@ impl Pager {
 
     /// Runs a `call` that moves `n` pages out, to `slot` and those behind it, and times it now and then.
     fn moving_out(&self, slot: u32, n: usize, call: impl FnOnce() -> Result<(), Partial>) -> Result<(), Partial> {
+        if self.calls.may_be_torn() {
+            // As while an event is unread.
+            return Err((0, libc::EAGAIN));
+        }
         self.blocks.moved(slot, n);
         if !self.shootdowns.due(n) {
             return call();

@@ -64,6 +64,7 @@ impl Pager {
             return None;
         }
         s.calls_stopped = true;
+        self.mend_torn(s);
         let done = act(s);
         s.calls_stopped = false;
         self.calls.go_on();
@@ -86,8 +87,9 @@ impl Pager {
 
     fn lock_calls_stopped(&self) -> Guard<'_, State> {
         self.calls_lent.store(true, Release);
-        let s = self.state.lock();
+        let mut s = self.state.lock();
         self.calls_lent.store(false, Relaxed);
+        self.mend_torn(&mut s);
         s
     }
 

@@ -155,9 +155,10 @@ impl Pager {
     /// Evicts some of the noted pages; returns whether any left.
     pub(crate) fn take_read_only(&self) -> bool {
         if !self.state.lock().leaving.waits() || self.ceding.is_wanted() {
+            self.calls.set_hold_up_room(false);
             return false;
         }
-        let Some(mut s) = self.lock_between_calls() else { return false };
+        let Some(mut s) = self.lock_to_make_room() else { return false };
         // The thread that cedes memory waits until nobody reads there.
         self.unsharing.store(true, SeqCst);
         let mut left = 0;

@@ -71,12 +71,14 @@ pub(crate) struct Waiting {
     stalls: bool,
     /// Whether the reclaim thread waits for it; serving it makes room.
     pub(crate) own: bool,
+    /// The thread that waits for it; 0 if none does.
+    pub(crate) tid: u32,
 }
 
 impl Waiting {
     /// A fault that was just read.
     pub(crate) fn new(r: Request) -> Self {
-        Self { r, tries: 0, alone: false, retry_at: 0, since: 0, stalls: true, own: false }
+        Self { r, tries: 0, alone: false, retry_at: 0, since: 0, stalls: true, own: false, tid: 0 }
     }
 
     /// A page that is wanted though no thread has touched it.

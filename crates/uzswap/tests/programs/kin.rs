@@ -1,7 +1,7 @@
 //! Programs whose processes share memory since a fork: the limit holds for all of it together.
 
 use crate::harness::*;
-use crate::python;
+use crate::{python, same_under};
 
 /// Runs, of which the one that holds least counts, as the machine may be busy. The bugs showed in every run.
 const RUNS: usize = 5;
@@ -76,4 +76,15 @@ fn who_runs_commands_is_not_out_of_memory_and_keeps_the_limit() {
     }
     // The least of both, as the machine may be busy.
     assert!(held.iter().any(|held| *held <= with_slack(64 * MIB)), "{held:?} bytes were held");
+}
+
+/// Children that share their parent's memory, like those of `vfork`, change its mappings. The story: one was killed in such a call,
+/// and its parent could never make one again.
+#[test]
+fn children_that_share_memory_change_its_mappings() {
+    let _beside = beside();
+    let Some(calls) = compile_c("vforkcalls") else { return };
+    for how in ["ends", "killed"] {
+        same_under(&Subject::new("vfork children", &[&calls, &how, &"100"]), 16 * MIB, how);
+    }
 }

@@ -1,6 +1,7 @@
 //! Memory that a program made read-only after filling it.
 
 use crate::harness::*;
+use crate::same_under;
 
 const LIMIT: u64 = 48 * MIB;
 
@@ -97,4 +98,14 @@ fn what_may_be_pinned_does_not_leave_when_it_is_read_only() {
         let said = run.stdout.text();
         assert!(run.status.success() && said == format!("{leaves} left, 0 wrong\n"), "{how}\n{}", run.describe());
     }
+}
+
+/// The story: with `--on-full=wait` a thread waited for room in a mapping call whose argument was on a page that was out. Only
+/// read-only memory could make room, and it leaves between such calls: the program hung.
+#[test]
+fn who_faults_in_a_mapping_call_does_not_keep_what_is_read_only() {
+    let _beside = beside();
+    let Some(waits) = compile_c("waitcall") else { return };
+    let subject = Subject::new("waits in a call", &[&waits, &"48", &"12"]).with(&["--on-full", "wait"]);
+    same_under(&subject, 32 * MIB, "32 MiB");
 }
