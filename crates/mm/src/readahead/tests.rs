@@ -1,4 +1,4 @@
-//! The window and the streams, by hand.
+//! The window and the streams, with reads made by hand.
 
 use super::*;
 
@@ -35,7 +35,7 @@ fn what_is_wanted_widens_it_and_what_is_not_narrows_it() {
     assert_eq!(r.window(), MOST, "less than half, and more than a quarter: as it was");
 }
 
-/// Reads near each other bring what is around them, whatever reads at random have made of the window.
+/// Reads near each other get a window of their own, however narrow random reads have made the general one.
 #[test]
 fn reads_near_each_other_have_a_window_of_their_own() {
     let mut r = Readahead::default();
@@ -79,14 +79,14 @@ fn a_stream_is_read_ahead_as_fast_as_it_is_used() {
             r.wanted, 7,
             "what streams bring says nothing of the window, but for the first read, which was none yet"
         );
-        // Nothing there ends it.
+        // A range that brings nothing ends the stream.
         r.read_ahead(stream, front, STREAM_BYTES, 0);
         (0..100).for_each(|_| r.wanted(Some(front)));
         assert_eq!(only(&r), None);
     }
 }
 
-/// Several at once, one of them backwards, and between any two of their reads some at random.
+/// Several streams at once, one of them backwards, with random reads in between.
 #[test]
 fn streams_do_not_disturb_each_other_nor_does_what_is_read_at_random() {
     let mut r = Readahead::default();
@@ -106,7 +106,7 @@ fn streams_do_not_disturb_each_other_nor_does_what_is_read_at_random() {
         assert_eq!(ahead.len(), if i < 2 { 0 } else { 3 }, "round {i}");
         assert_eq!(ahead.iter().filter(|b| **b).count(), usize::from(i >= 2));
     }
-    // What only some of them use goes on only there.
+    // A stream only goes on once what it brought is used.
     let ahead: Vec<_> = r.ahead().collect();
     for a in &ahead {
         let at = if a.backwards { a.from - STREAM_BYTES as u64 } else { a.from };
@@ -122,12 +122,12 @@ fn streams_do_not_disturb_each_other_nor_does_what_is_read_at_random() {
     let back = ahead.iter().find(|a| a.backwards).unwrap();
     (0..30).for_each(|k| r.wanted(Some(back.from - 1 - k * 4096)));
     assert_eq!(r.ahead().map(|a| a.stream).collect::<Vec<_>>(), [back.stream]);
-    // A stream that nobody reads any more makes room in the end.
+    // Streams that are no longer read make room in the end.
     (1..200u64).for_each(|i| r.read(i << 26 | 1 << 46, 4096, 0));
     assert_eq!(r.ahead().count(), 0);
 }
 
-/// What is read ahead goes again before it is wanted, as memory is too short: no more than is needed is read then.
+/// Memory is so short that what is read ahead leaves again before it is wanted: then little is read ahead.
 #[test]
 fn a_stream_that_brings_what_is_not_used_ends() {
     let mut r = Readahead::default();
@@ -178,14 +178,14 @@ fn the_range_has_the_object_and_stays_in_its_cluster() {
     }
 }
 
-/// An epoch is of 8 reads, and each is weighed by itself.
+/// An epoch has 8 reads, and each epoch is judged by itself.
 #[test]
 fn the_window_changes_by_what_was_wanted_of_an_epoch() {
     let epoch = |r: &mut Readahead, brought: usize, wanted: u32| {
         let before = r.window();
         for i in 0..u64::from(EPOCH) {
             assert_eq!(r.window(), before, "read {i}");
-            // (What is wanted may come before the last read of the epoch, or in the midst of it.)
+            // (In the middle of the epoch: objects may be wanted at any time.)
             (0..wanted).filter(|_| i == 3).for_each(|_| r.wanted(None));
             r.read((u64::from(r.clock) + 1) << 24, 4096, brought);
         }
@@ -205,7 +205,8 @@ fn the_window_changes_by_what_was_wanted_of_an_epoch() {
     assert_eq!(epoch(&mut least, 4, 0), (4096, 4096));
 }
 
-/// What came along or ahead in a stream is behind its front, and not further than it may be in stock: in both directions.
+/// What came along or ahead in a stream is behind its front, but no further than its stock can reach, in both
+/// directions.
 #[test]
 fn what_a_stream_has_passed_is_behind_its_front() {
     let (front, reach) = (10 << 20, 3 * STREAM_BYTES as u64);
@@ -216,8 +217,8 @@ fn what_a_stream_has_passed_is_behind_its_front() {
     let backwards = Stream { number: 1, backwards: true, from: front, to: front + 4096, ..Stream::default() };
     let edges = [front - 1, front, front + reach - 1, front + reach];
     assert_eq!(passed(&backwards, edges), [false, true, true, false]);
-    // And what is wanted is booked there, in that of two streams that has gone on longer; where nothing is known of it, in the one
-    // that has most in stock.
+    // A wanted object counts for a stream that has passed it; of two, for the one with the longer run. If its place is
+    // not known, it counts for the stream with most in stock.
     let mut r = Readahead::default();
     r.streams[3] = Stream { run: 2, stock: 2, ..backwards };
     r.streams[5] = Stream { number: 2, run: 3, stock: 9, ..forward };
@@ -232,7 +233,7 @@ fn what_a_stream_has_passed_is_behind_its_front() {
     assert_eq!(r.wanted, 1);
 }
 
-/// Reads are near each other with up to 16 KiB between them; of two streams the one goes on that was used last.
+/// Reads up to 16 KiB apart are near each other. A read near two streams continues the one used last.
 #[test]
 fn a_read_between_two_goes_on_with_the_later_one() {
     let mut r = Readahead::default();
@@ -249,11 +250,11 @@ fn a_read_between_two_goes_on_with_the_later_one() {
     r.read(between, len, 0);
     assert_eq!(spans(&r), [(1, 0, 0), (2, between, 1)], "near both");
     assert_eq!(r.range(between - (16 << 10) - 4096, len, 128 << 10).1, MOST, "what ends near one is near it");
-    // The same once more is a read onwards.
+    // Reads of the same place count as going forward.
     let mut again = Readahead::default();
     (0..3).for_each(|_| again.read(1 << 20, len, 0));
     assert_eq!(only(&again), Some(((1 << 20) + 4096, STREAM_BYTES, false)));
-    // One that is a byte too far away is another.
+    // A byte further away, it is a read of its own.
     for (at, near) in [(20 << 10, true), ((20 << 10) + 1, false)] {
         let mut r = Readahead::default();
         r.read(0, len, 0);
@@ -277,10 +278,10 @@ fn a_stream_is_two_reads_in_its_direction_and_ten_after_one_in_vain() {
         };
         reads.iter().map(one).collect()
     };
-    // Turned after one read, it is that one read in the other direction.
+    // A turn counts as the first read in the other direction.
     let turns = [(0, 0, 0), (1, 0, 0), (0, 0, 0), (1, 0, 0), (2, 0, 0)];
     assert_eq!(play(&mut Readahead::default(), &turns), [false, false, false, false, true]);
-    // Half of what came was wanted, or a bit less.
+    // Half of what came was wanted, or less.
     for (wanted, in_vain) in [(2, false), (1, true)] {
         let mut r = Readahead::default();
         let start = play(&mut r, &[(0, 0, 0), (1, 4, wanted), (2, 0, 0)]);
@@ -294,7 +295,7 @@ fn a_stream_is_two_reads_in_its_direction_and_ten_after_one_in_vain() {
             "only what was in vain says something of the window"
         );
     }
-    // Where nothing could be read ahead it has to begin anew.
+    // After a range that could not be read, a stream begins anew.
     let mut r = Readahead::default();
     play(&mut r, &[(0, 0, 0), (1, 0, 0), (2, 0, 0)]);
     let stream = r.ahead().next().unwrap().stream;
@@ -302,7 +303,7 @@ fn a_stream_is_two_reads_in_its_direction_and_ten_after_one_in_vain() {
     assert_eq!(play(&mut r, &[(5, 0, 0), (6, 0, 0)]), [false, true]);
 }
 
-/// A turn while a stream does not count yet does not make it count sooner.
+/// A turn does not shorten the time for which a stream that was read in vain does not count.
 #[test]
 fn what_was_in_vain_is_none_for_a_while_in_either_direction() {
     let mut r = Readahead::default();
@@ -311,12 +312,12 @@ fn what_was_in_vain_is_none_for_a_while_in_either_direction() {
         r.ahead().count()
     };
     [(100, 0), (101, 0), (102, 9)].into_iter().for_each(|(i, brought)| _ = read(i, brought));
-    // With nothing wanted of nine, the next one is in vain, and then it turns.
+    // None of the nine is wanted, so read 103 counts as in vain; then the direction turns.
     let streams = (0..13).map(|i| read(103 - i, 0)).collect::<Vec<_>>();
     assert_eq!(streams.iter().position(|n| *n > 0), Some(10), "{streams:?}");
 }
 
-/// One object that came along in eight reads, and was wanted, is half of what came and more.
+/// A single object that came along in eight reads, and was wanted, is more than half of what came.
 #[test]
 fn a_single_object_that_was_wanted_widens_the_window() {
     let mut r = Readahead::default();
@@ -325,7 +326,7 @@ fn a_single_object_that_was_wanted_widens_the_window() {
     assert_eq!(r.window(), MOST);
 }
 
-/// What is read ahead of a stream that has turned meanwhile is not booked there, and its front does not go back.
+/// A range that was read ahead does not count for a stream that has turned meanwhile, and never moves a front back.
 #[test]
 fn what_is_read_ahead_too_late_changes_nothing() {
     for backwards in [false, true] {
@@ -343,7 +344,7 @@ fn what_is_read_ahead_too_late_changes_nothing() {
     }
 }
 
-/// Numbers of streams begin anew some day: 0 stays none.
+/// The numbers of streams wrap around, and skip 0, which means none.
 #[test]
 fn no_stream_has_the_number_of_none() {
     let mut r = Readahead { numbers: u32::MAX, ..Readahead::default() };
@@ -351,7 +352,7 @@ fn no_stream_has_the_number_of_none() {
     assert_eq!(only(&r), Some((3 * STEP, STREAM_BYTES, false)));
 }
 
-/// What is read ahead in it is a use of a stream, whose own reads may find all they want in the pool.
+/// Reading ahead counts as use of a stream, as the stream's own faults may find everything in the pool.
 #[test]
 fn a_stream_that_is_read_ahead_is_not_idle() {
     let mut r = Readahead::default();
@@ -365,7 +366,8 @@ fn a_stream_that_is_read_ahead_is_not_idle() {
     }
 }
 
-/// What is no stream goes first, and a stream when it has had none of the last 64 reads; or all are streams.
+/// A read that is no stream makes room first, or a stream that had none of the last 64 reads; if there is neither, the
+/// stream idle for longest.
 #[test]
 fn a_stream_makes_room_when_it_is_idle() {
     let random = |r: &mut Readahead| r.read((u64::from(r.clock) + 1) << 24 | 1 << 50, 4096, 0);
@@ -376,7 +378,7 @@ fn a_stream_makes_room_when_it_is_idle() {
     assert_eq!(r.ahead().count(), 1);
     random(&mut r);
     assert_eq!(r.ahead().count(), 0);
-    // Sixteen at once, and one more read.
+    // Sixteen streams, and one more read.
     let mut r = Readahead::default();
     (1..=16).for_each(|i| stream(&mut r, i << 40));
     assert_eq!(r.ahead().count(), 16);
@@ -387,7 +389,7 @@ fn a_stream_makes_room_when_it_is_idle() {
     assert_eq!(r.ahead().count(), 15, "what is no stream goes");
 }
 
-/// What may be read at most is not less than a window that is as large.
+/// A window exactly as large as the most that may be read is used in full.
 #[test]
 fn a_window_may_be_as_large_as_the_most() {
     let r = Readahead::default();

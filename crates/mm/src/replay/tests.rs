@@ -1,4 +1,4 @@
-//! Replays of made-up traces, against a flat model and by hand.
+//! Replays of made-up traces, compared with a flat model or worked out by hand.
 
 mod disk;
 
@@ -20,7 +20,8 @@ fn check(replay: &Replay) {
         let out = w.pages.values().filter(|p| p.out && w.objects[p.object as usize].at.is_none()).count();
         assert_eq!(w.stored, out);
         assert_eq!(w.disk.len(), w.objects.iter().filter(live).filter(|o| o.at.is_some()).count());
-        // (Of what was moved the object does not know where it is: a replay takes it to be read back where the engine would not write it.)
+        // (Not of moved pages: an object does not know where they went, so the replay does not give up their copies
+        // when it writes the object.)
         let is_copy = |(at, p): &(&u64, &Page)| {
             !p.out && p.object != NONE && {
                 let o = &w.objects[p.object as usize];
@@ -35,7 +36,7 @@ fn check(replay: &Replay) {
     assert_eq!(replay.forked_size, replay.forked.values().map(World::size).sum::<usize>());
 }
 
-/// xorshift.
+/// An xorshift generator.
 struct Random(u64);
 impl Random {
     fn below(&mut self, n: u64) -> u64 {
@@ -46,7 +47,7 @@ impl Random {
     }
 }
 
-/// `n` pages of the flat model are at another address now; of those in the program nothing is known any more.
+/// Moves `n` pages of the flat model to another address. Pages in the program are forgotten.
 fn move_in(out: &mut BTreeMap<u64, bool>, from: u64, to: u64, n: u64) {
     for (at, is_out) in out.extract_if(from..from + n, |_, _| true).collect::<Vec<_>>() {
         if is_out {
@@ -55,8 +56,7 @@ fn move_in(out: &mut BTreeMap<u64, bool>, from: u64, to: u64, n: u64) {
     }
 }
 
-/// Whatever happens, in whatever order: sums are right, the pools keep to their size, and a page that was stored is
-/// found when it is wanted.
+/// In any order of events, the sums are right, the pools keep to their size, and stored pages are found when wanted.
 #[test]
 fn books_balance_under_every_policy() {
     for policy in Policy::ALL {
@@ -64,7 +64,7 @@ fn books_balance_under_every_policy() {
             println!("{policy:?} {seed}");
             let mut random = Random(u64::wrapping_mul(seed, 0x9e37_79b9_7f4a_7c15));
             let mut replay = Replay::new(settings(policy, 100_000));
-            // Pages that are out, as a flat model.
+            // The flat model: the known pages, and whether each is out.
             let mut out: BTreeMap<u64, bool> = BTreeMap::new();
             for step in 0..20_000 {
                 let vpn = random.below(400);
@@ -114,7 +114,7 @@ fn books_balance_under_every_policy() {
                     }
                     10 => {
                         let order = if random.below(3) == 0 { 2 } else { 0 };
-                        // (No object is smaller.)
+                        // (The smallest size, so that the pool does not grow.)
                         replay.record(0, Record::of_object(Kind::Resize, vpn >> order << order, order, 1));
                     }
                     _ => replay.record(0, Record::pages(Kind::Evict, vpn, 16)),
@@ -136,8 +136,8 @@ fn store(replay: &mut Replay, vpn: u64) {
     replay.record(0, Record::of_object(Kind::Store, vpn, 0, 1000));
 }
 
-/// A page that comes back again and again is kept by S3-FIFO while a stream of pages used once goes by; the policies
-/// that go by age alone write it to disk each time.
+/// S3-FIFO keeps pages that come back again and again while pages used once stream by; policies that go by age alone
+/// write them to disk each time.
 #[test]
 fn s3_fifo_keeps_what_comes_back() {
     let reads = |policy| {
@@ -162,11 +162,11 @@ fn s3_fifo_keeps_what_comes_back() {
 #[test]
 fn a_pool_that_is_large_enough_needs_no_disk() {
     for policy in Policy::ALL {
-        // (Without pressure: what reclaim takes from the program presses the pool too.)
+        // (With pressure or without: pages that reclaim takes from the program press the pool too.)
         for (evicted, written) in [(0, false), (1000, true)] {
             let mut replay = Replay::new(settings(policy, 10 << 20));
             (0..1000).for_each(|vpn| store(&mut replay, vpn));
-            // (More than once: the first time round every object has its second chance.)
+            // (More than once: in the first round every object has its second chance.)
             (0..20).filter(|_| evicted > 0).for_each(|_| replay.record(0, Record::pages(Kind::Evict, 0, evicted)));
             let done = replay.finish();
             assert_eq!(done.written_back > 0, written, "{policy:?}, {evicted} evicted: {}", done.written_back);
@@ -174,7 +174,7 @@ fn a_pool_that_is_large_enough_needs_no_disk() {
     }
 }
 
-/// A page that leaves again unchanged makes its object young again.
+/// A page that leaves again unchanged sets its object's reference bit.
 #[test]
 fn what_leaves_unchanged_is_referenced() {
     let mut replay = Replay::new(settings(Policy::SecondChance, 1 << 20));
@@ -191,7 +191,7 @@ fn what_leaves_unchanged_is_referenced() {
     check(&replay);
 }
 
-/// A child reads what its parent had put out before the fork, whichever of the two blocks was drained first.
+/// A child inherits what its parent had out before the fork, whichever of the two blocks was drained first.
 #[test]
 fn children_inherit() {
     for child_first in [false, true] {
@@ -240,8 +240,8 @@ fn play_at(replay: &mut Replay, slot: u32, time_ns: u64, lost: u64, records: &[R
     crate::trace::Trace::parse(&bytes).unwrap().blocks().for_each(|b| replay.block(&b.unwrap()));
 }
 
-/// The story: of two moves the target of the first and the source of the second were lost. The first one's source was moved to the
-/// second one's target, and where the two were the same the books named an object that was gone.
+/// The story: the records of one move's target and of the next move's source were lost. The first source was then moved
+/// to the second target; where the two ranges were the same, the books named an object that was gone.
 #[test]
 fn half_a_move_is_none() {
     let [from, other] = [Record::pages(Kind::MoveFrom, 0, 4), Record::pages(Kind::Evict, 0, 4)];
@@ -270,7 +270,7 @@ fn half_a_move_is_none() {
     }
 }
 
-/// A file may say anything.
+/// A file may contain anything.
 #[test]
 fn a_move_onto_itself_is_none() {
     for to in 0..5 {
@@ -278,7 +278,7 @@ fn a_move_onto_itself_is_none() {
         (0..4).for_each(|vpn| store(&mut replay, vpn));
         replay.record(0, Record::pages(Kind::MoveFrom, 0, 4));
         replay.record(0, Record::pages(Kind::MoveTo, to, 4));
-        // (What is oldest goes to disk.)
+        // (The oldest objects go to disk.)
         (100..104).for_each(|vpn| store(&mut replay, vpn));
         check(&replay);
         (0..9).for_each(|vpn| replay.record(0, Record::load(vpn, 1, false, 0)));
@@ -287,8 +287,8 @@ fn a_move_onto_itself_is_none() {
     }
 }
 
-/// The story: where the block in which a parent forks was lost its child waited until the trace's end, and so did every later owner of
-/// the child's slot.
+/// The story: if the block in which a parent forked was lost, its child waited until the end of the trace, and so did
+/// every later owner of the child's slot.
 #[test]
 fn a_slot_is_free_when_its_next_owner_starts() {
     let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
@@ -298,7 +298,7 @@ fn a_slot_is_free_when_its_next_owner_starts() {
     play(&mut replay, 9, 0, &[&[Record::load(5, 1, false, 0), Record::number(Kind::Start, 2)], &next[..]].concat());
     assert_eq!((replay.out.loads, replay.out.unknown), (3, 2));
     check(&replay);
-    // So it is with an owner that was forked, if it is known where.
+    // Likewise if the next owner was forked, and its fork is known.
     play(&mut replay, 9, 0, &[Record::number(Kind::Born, 7), Record::load(5, 1, false, 0)]);
     assert_eq!(replay.out.loads, 3);
     play(&mut replay, 1, 0, &[Record::of_object(Kind::Store, 5, 0, 1000), Record::number(Kind::Fork, 8)]);
@@ -307,7 +307,7 @@ fn a_slot_is_free_when_its_next_owner_starts() {
     assert_eq!(replay.finish().records, 12);
 }
 
-/// A child whose block waits may itself be a parent others wait for.
+/// A child that waits may itself be a parent that others wait for.
 #[test]
 fn children_of_a_child_that_waits_inherit_too() {
     let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
@@ -321,7 +321,7 @@ fn children_of_a_child_that_waits_inherit_too() {
     assert!(replay.forked.is_empty() && replay.waiting.is_empty());
 }
 
-/// Children that never say they were born, and children that nobody bore, are not kept for ever.
+/// What is kept for forks whose child never shows up, and for children whose fork never does, is bounded.
 #[test]
 fn what_is_kept_for_children_is_bounded() {
     let mut replay = Replay::new(settings(Policy::Fifo, 1 << 30));
@@ -338,9 +338,9 @@ fn what_is_kept_for_children_is_bounded() {
     assert!(replay.waiting.is_empty() && replay.out.loads == many.len() as u64 * 5);
 }
 
-/// The story: an object was looked for at its first page alone. Where the program had written to that page since, and it had been stored
-/// by itself, its own object was taken to be as large as the other; and of a large block, of which the replay makes several, the first was
-/// taken to be as large as all.
+/// The story: the object to replace was looked up by its first page alone. If the program had written to that page
+/// since, and it had been stored alone, that page's object got the new size. And of a large block, which the replay
+/// keeps as several objects, the first got the size of the whole.
 #[test]
 fn an_object_is_replaced_by_a_denser_one_wherever_its_pages_are() {
     let in_pool = |records: &[Record]| {
@@ -354,12 +354,12 @@ fn an_object_is_replaced_by_a_denser_one_wherever_its_pages_are() {
     let resized = Record::of_object(Kind::Resize, 0, 2, 5000);
     let parts = [block, anew[0], anew[1]];
     assert_eq!(in_pool(&parts) - in_pool(&[&parts[..], &[resized]].concat()), 3000);
-    // All of it is elsewhere, or nowhere.
+    // All of its pages have moved: it is found there, and not at the old place.
     let moved = [Record::pages(Kind::MoveFrom, 0, 4), Record::pages(Kind::MoveTo, 64, 4)];
     let there = Record::of_object(Kind::Resize, 64, 2, 5000);
     assert_eq!(in_pool(&[block]) - in_pool(&[block, moved[0], moved[1], there]), 3000);
     assert_eq!(in_pool(&[block]), in_pool(&[block, moved[0], moved[1], resized]));
-    // A block of 2 MiB, as a whole and in parts.
+    // A block of 2 MiB, replaced as a whole and in parts.
     let huge = |kind, len| Record::of_object(kind, 512, 9, len);
     let before = in_pool(&[huge(Kind::Store, 1 << 20)]);
     assert_eq!(before - in_pool(&[huge(Kind::Store, 1 << 20), huge(Kind::Resize, 1 << 19)]), 1 << 19);
@@ -367,8 +367,8 @@ fn an_object_is_replaced_by_a_denser_one_wherever_its_pages_are() {
     assert_eq!(before - in_pool(&[huge(Kind::Store, 1 << 20), part]), 32_768 - 20_000);
 }
 
-/// The story: what reclaim took from the program pressed the pool there too, so that pools were said to have taken a third less than they
-/// had; and `uzswap replay` replays with a part of that.
+/// The story: even without a disk, what reclaim took from the program pressed the pool, so pools were said to have
+/// taken a third less than they had. By default, `uzswap replay` gives the pools half of that figure.
 #[test]
 fn how_much_the_pools_took_is_without_a_disk() {
     for policy in Policy::ALL {
@@ -383,19 +383,20 @@ fn how_much_the_pools_took_is_without_a_disk() {
     }
 }
 
-/// All that an outcome says, of a trace whose every step can be worked out by hand.
+/// All fields of an outcome, for a trace whose every step can be worked out by hand.
 #[test]
 fn an_outcome_says_what_was_done() {
-    // A block of the disk takes a millisecond, and asking for one a microsecond.
+    // The disk takes a millisecond for a block, and a microsecond more for a read.
     let cost = Cost { read_ns: 1000, bytes_per_second: 4_096_000 };
     let settings = Settings { policy: Policy::Fifo, pool: 10_000, accept_percent: 50, limit: LIMIT, cost };
     let mut replay = Replay::new(settings);
-    // Three objects of 3,996 bytes, each with 28 in front: with the third it is 12,072, and down to 5,000 two of them go. On disk each
-    // takes 4,032, so the first one lies in the first block, the second in both.
+    // Three objects of 3,996 bytes with headers of 28 bytes: the third makes it 12,072 bytes, so two are written to get
+    // down to 5,000. On disk each takes 4,032 bytes, so the first lies in the first block, and the second in both.
     let store = |vpn| Record::of_object(Kind::Store, vpn, 0, 3996);
     play_at(&mut replay, 0, 5000, 2, &[store(0), store(16), store(32)]);
     assert_eq!((replay.in_pools(), replay.out.written_back), (4024, 2));
-    // The first one is read, and nothing with it; of another page nothing is known; and what the recorded run itself did.
+    // The first page is read, and nothing along with it; another page is unknown; two records say what the recorded run
+    // did itself.
     let own = [Record::of_object(Kind::WriteBack, 0, 2, 1), Record::of_object(Kind::DiskRead, 0, 1, 1)];
     play_at(&mut replay, 0, 3000, 3, &[Record::load(0, 1, true, 0), Record::load(77, 1, false, 0), own[0], own[1]]);
     check(&replay);
@@ -419,7 +420,7 @@ fn an_outcome_says_what_was_done() {
         recorded_swapins: 2,
     };
     assert_eq!(replay.finish(), want);
-    // With a policy of second chances each is met twice: once for its bit.
+    // A policy with second chances meets each object once more, to clear its bit.
     let mut replay = Replay::new(Settings { policy: Policy::SecondChance, ..settings });
     play_at(&mut replay, 0, u64::MAX, u64::MAX, &[store(0), store(16), store(32)]);
     play_at(&mut replay, 0, 1, 1, &[Record::load(0, 1, true, 0)]);
@@ -427,11 +428,12 @@ fn an_outcome_says_what_was_done() {
     assert_eq!(replay.finish(), Outcome { recorded_written_back: 0, recorded_swapins: 0, ..want });
 }
 
-/// Objects of several pages, by hand: they lie behind each other on disk, and who reads one has what is in the same blocks.
+/// Objects of several pages lie packed on disk, and reading one brings the others that are in the same blocks.
 #[test]
 fn objects_of_several_pages_share_blocks() {
     let mut replay = Replay::new(Settings { accept_percent: 50, ..settings(Policy::Fifo, 10_000) });
-    // With 76 bytes in front in the pool, and 8 more on disk: 4,096 and 1,024 and 1,984 bytes there. With the fourth there are 11,116.
+    // With headers of 76 bytes in the pool, and 8 bytes more on disk, they take 4,096, 1,024 and 1,984 bytes there. The
+    // fourth makes it 11,116 bytes in the pool.
     let store = |vpn, bytes| Record::of_object(Kind::Store, vpn, 2, bytes);
     [store(0, 3996), store(16, 924), store(32, 1896)].into_iter().for_each(|r| replay.record(0, r));
     replay.worlds.get_mut(&0).unwrap().reused.insert(0);
@@ -446,7 +448,7 @@ fn objects_of_several_pages_share_blocks() {
     check(&replay);
 }
 
-/// What is due is met once: an object counts as all its pages.
+/// Meeting an object counts as meeting all its pages, so no more is met than is due.
 #[test]
 fn pressure_meets_as_many_pages_as_it_asks_for() {
     let mut replay = Replay::new(settings(Policy::Fifo, 10 << 20));
@@ -459,7 +461,7 @@ fn pressure_meets_as_many_pages_as_it_asks_for() {
     check(&replay);
 }
 
-/// Pages move from one block of the trace to the next, where nothing was lost between.
+/// The halves of a move may be in two successive blocks of the trace, if nothing was lost in between.
 #[test]
 fn a_move_may_be_in_two_blocks() {
     let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
@@ -470,7 +472,7 @@ fn a_move_may_be_in_two_blocks() {
     assert_eq!(replay.finish().unknown, 0);
 }
 
-/// Forks that are taken, and those whose number comes again, make room for others.
+/// A fork that its child has taken over, and one whose number is used again, make room for others.
 #[test]
 fn what_is_kept_for_children_is_given_up_with_them() {
     let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
@@ -479,7 +481,7 @@ fn what_is_kept_for_children_is_given_up_with_them() {
         store(&mut replay, round);
         play(&mut replay, 0, 0, &[Record::number(Kind::Fork, 1), Record::number(Kind::Fork, 2)]);
         check(&replay);
-        // (A page and an object more each time, and one.)
+        // (Each counts its pages, its objects, and one.)
         size = 2 * (2 * (round as usize + 1) + 1);
         assert_eq!((replay.forked_size, replay.forked.len()), (size, 2), "the later one of the same number");
     }
@@ -488,8 +490,8 @@ fn what_is_kept_for_children_is_given_up_with_them() {
     assert_eq!((replay.forked_size, replay.forked.len()), (size / 2, 1));
 }
 
-/// At the end of a trace the parents of those that wait are played first, whatever their slots: one whose own parent was lost starts with
-/// nothing, and its children with what it had.
+/// At the end of a trace, parents are played before the children that wait for them, whatever their slots: one whose
+/// own parent was lost starts with nothing, and its children start with what it had.
 #[test]
 fn who_waits_at_the_end_begins_with_what_its_parent_had() {
     let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));

@@ -60,7 +60,7 @@ fn round_trips() {
     }
 }
 
-/// Of nothing there is an object too, and a compressor that takes nothing else.
+/// Empty input has an object too, even for a compressor that takes nothing else.
 #[test]
 fn nothing_round_trips() {
     for algorithm in ALGORITHMS {
@@ -89,7 +89,7 @@ fn the_start_of_an_object_alone() {
     }
 }
 
-/// Where all is wanted the length is right or told; where less is wanted of lz4's, no more is decoded than that and a bit.
+/// If all bytes are wanted, a wrong length is reported. If fewer are wanted of an lz4 object, decoding stops soon after them.
 #[test]
 fn no_more_is_decoded_than_is_wanted() {
     let (mut compressor, mut decompressor) = (Compressor::new(Algorithm::Lz4), Decompressor::new());
@@ -118,7 +118,7 @@ fn no_source_is_larger_than_was_said() {
     compressor.compress(&vec![0; 65_537], &mut [0; 4096]);
 }
 
-/// What C libraries were given for their states comes back: in a child, whose address space is this test's alone.
+/// What C libraries were given for their states is freed. In a child process, whose address space no other test uses.
 #[test]
 fn what_workspaces_took_is_given_back() {
     const CHILD: &str = "UZSWAP_TEST_WORKSPACES";
@@ -141,7 +141,7 @@ fn what_workspaces_took_is_given_back() {
         (0..10_000).for_each(|_| what());
         pages().saturating_sub(before) * 4096
     };
-    // The least of them is of 10 KiB. (The heap of a thread grows by 64 MiB of address space.)
+    // The smallest takes 10 KiB, so leaks would add up to 100 MiB. (A thread's heap grows by 64 MiB of address space at a time.)
     let compressors = [Algorithm::Lz4, Algorithm::Zstd(1), Algorithm::Deflate(1)]
         .map(|algorithm| grows(&|| drop(Compressor::with_source_max(algorithm, 4096))));
     let decompressors =
@@ -183,8 +183,8 @@ fn chain(bits: u32) -> Vec<u8> {
     (0..1 << bits).chain(again).flat_map(letters).collect()
 }
 
-/// Levels 20 to 22 were once taken for 19. (An earlier test used parts of this very program, of which in some builds two levels
-/// stored the same.)
+/// Levels 20 to 22 were once taken for 19. (An earlier test compressed parts of this very program; in some builds two levels gave
+/// the same size.)
 #[test]
 fn the_best_levels_of_zstd_are_used() {
     let stored = |level: i32, samples: &[Vec<u8>]| {

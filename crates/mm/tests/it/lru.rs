@@ -195,7 +195,7 @@ fn what_is_stale_does_not_pile_up() {
     let mut lru = Lru::default();
     // Page 8 is listed once, the others over and over.
     lru.push(List::Inactive, Entry::new(8, 3, 1));
-    // Right before it, so that what remains of this is another's.
+    // Right before it. None of its own pages is fresh, and the one behind it must not count.
     lru.push(List::Inactive, Entry::new(4, 2, 1));
     let is_fresh = |now: u32| move |page: u64, stamp: u32| if page < 16 { page == 8 } else { stamp == now };
     for round in 2..100 {

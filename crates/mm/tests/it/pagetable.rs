@@ -248,14 +248,14 @@ proptest! {
     }
 }
 
-/// What a table takes that has its root and no page.
+/// Bytes of a table that has its root but no page.
 fn with_root(table: &mut PageTable) -> usize {
     table.set(1, Pte::new(Tag::Zero, 0));
     table.clear(1, 2, |_, _| ());
     table.metadata_bytes()
 }
 
-/// A7: all that the table takes is counted: its root of 2048 nodes, and for a page three nodes of 64 places and a leaf.
+/// A7: everything that the table takes is counted: its root of 2048 nodes, and for a page three nodes of 64 places and a leaf.
 #[test]
 fn the_root_the_nodes_and_the_leaves_are_counted() {
     let mut table = PageTable::new();
@@ -267,7 +267,7 @@ fn the_root_the_nodes_and_the_leaves_are_counted() {
     assert!((4 * 64 * 8..4 * 64 * 8 + 64).contains(&page), "{page}");
 }
 
-/// What is published from now on is published of the pages that there are already, and of none beyond the map.
+/// Pages known before the table is published are published too, but none beyond the map.
 #[test]
 fn what_is_known_already_is_published_too() {
     let words: &'static [AtomicU64] = Box::leak((0..2).map(|_| AtomicU64::new(0)).collect());
@@ -347,7 +347,7 @@ fn hints_are_bits() {
     assert_eq!(HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM, 7);
 }
 
-/// The refault distance is what was evicted since, as long as that is less than stamps count, and to the 16 pages that they are kept to.
+/// The refault distance is the number of pages evicted since, to the 16 pages that stamps are kept to. It wraps where stamps do.
 #[test]
 fn the_refault_distance_is_what_was_evicted_since() {
     for at in [0, 16, 1 << 20, (1 << 21) - 16] {
@@ -407,7 +407,7 @@ fn stretches_of_which_nothing_is_known_are_told_once() {
     clear(&mut table, 6);
     table.note_emptied();
     assert_eq!(table.take_emptied(), [6]);
-    // The first and the last page of a stretch: something has come there again.
+    // Nothing is reported once its first or its last page is known again.
     for at in [0, STRETCH_PAGES - 1] {
         fill(&mut table, 6);
         clear(&mut table, 6);

@@ -259,7 +259,7 @@ fn geometry_at_its_edges() {
     }
 }
 
-/// A cluster in which nothing is yet can be written as a whole, and no more than that.
+/// A fresh cluster can be written whole, but not beyond its end.
 #[test]
 fn a_fresh_cluster_is_one_run() {
     let mut file = SwapFile::new(Geometry::of(4 * LEAST_CLUSTER as u64).unwrap());
@@ -270,6 +270,6 @@ fn a_fresh_cluster_is_one_run() {
     assert_eq!(file.run_behind_last(0, 1 << 30, |_| true).map(|run| run.bytes()), Some(LEAST_CLUSTER));
     assert!(run(LEAST_CLUSTER + 1).is_none());
     assert!(file.run_behind_last(0, 1 << 30, |cluster| cluster != 2).is_none(), "who may not write there");
-    // One that went is no longer written to.
+    // A cluster that is gone is no longer written to.
     assert!(file.drop_if_empty(2) && file.run_behind_last(0, 1 << 30, |_| true).is_none());
 }

@@ -145,7 +145,7 @@ fn the_format_is_as_described() {
     [4u32, CHECK].iter().for_each(|n| want.extend(n.to_le_bytes()));
     words.iter().for_each(|w| want.extend(w.to_le_bytes()));
     assert_eq!(bytes, want);
-    // What each says.
+    // The fields of each.
     assert_eq!(records.map(|r| r.count()), [0, 4, 4, 0xffff]);
     assert_eq!(records.map(|r| (r.small, r.wide)), [(0, 0), (2, 8000), (131, 5), (0, 0xffff)]);
     assert_eq!(Record::pages(Kind::Evict, 0, 5).count(), 5);
@@ -174,7 +174,7 @@ fn the_format_is_as_described() {
 /// The checksum of the block above.
 const CHECK: u32 = 0x77fc_bfdc;
 
-/// In reports no two kinds have the same name.
+/// Each kind has a name of its own in reports.
 #[test]
 fn kinds_are_called_differently() {
     let kinds: Vec<Kind> =

@@ -10,7 +10,7 @@ enum Step {
     Alloc(Kind, u8),
     AllocUpTo(Kind, u8),
     AllocTyped(Kind, MigrateType, u8),
-    /// That frame, whatever run it is in.
+    /// Takes that frame, whatever run it is in.
     TakeFrame(Kind, usize),
     /// The wholly free block with the most frames, between these numbers.
     TakeIdle(u32, u32),
@@ -50,7 +50,7 @@ struct Model {
     /// The kind of each slot if it is free; None while it is held.
     free: Vec<Option<Kind>>,
     held: Vec<(u32, u8)>,
-    /// Which blocks were closed.
+    /// The blocks that were closed.
     closed: [bool; SLOTS >> MAX_ORDER],
 }
 
@@ -106,7 +106,7 @@ impl Model {
         }
     }
 
-    /// Everything that could merge has merged.
+    /// Checks that everything that could merge has merged.
     fn check_merged(&self) {
         let zone = &self.zone;
         for frame in zone.start()..zone.end() {
@@ -180,7 +180,7 @@ impl Model {
         runs.into_iter().for_each(|(slot, order)| self.took(Kind::Frame, slot, order));
     }
 
-    /// Seldom an existing block.
+    /// Closes the block of a frame, if there is one yet (seldom).
     fn close(&mut self, frame: usize) {
         if !(self.zone.start() as usize..self.zone.end() as usize).contains(&frame) {
             return;
@@ -298,7 +298,7 @@ proptest! {
     }
 }
 
-/// Frames that come and go are neither split nor merged; a run that needs them can be had all the same.
+/// Single frames that come and go are neither split off nor merged; a larger run that needs them can still be allocated.
 #[test]
 fn single_frames_are_kept_ready() {
     let mut zone = Zone::spanning(0, 512, Kind::Frame);
@@ -306,7 +306,7 @@ fn single_frames_are_kept_ready() {
     let four: Vec<u32> = (0..4).map(|_| zone.alloc(Kind::Frame, 0).unwrap()).collect();
     four.iter().for_each(|frame| zone.free(Kind::Frame, *frame, 0));
     assert_eq!((zone.ready(), zone.runs(Kind::Frame, 0), zone.free_slots(Kind::Frame)), (4, 4, 512));
-    // The one freed last is warm.
+    // The frame freed last comes first, as its memory is warm.
     assert_eq!(zone.alloc(Kind::Frame, 0), four.last().copied());
     zone.free(Kind::Frame, four[3], 0);
     let ready = zone.ready();
@@ -382,7 +382,8 @@ fn watermarks_are_kept_for_the_order_asked() {
     assert_eq!((zone.fragmentation(Kind::Frame, 1), zone.fragmentation(Kind::Frame, 0)), (100, 0));
 }
 
-/// Of the largest runs, the first choice of type is taken. (It was the last: movable pages went among unmovable ones.)
+/// If several types have an equally large run, the preferred type's is taken. (The story: the last one's was, so movable pages
+/// went among unmovable ones.)
 #[test]
 fn what_can_be_moved_goes_beside_what_can_be_dropped_first() {
     let mut zone = Zone::spanning(0, 3 * 512, Kind::Frame);
@@ -393,7 +394,7 @@ fn what_can_be_moved_goes_beside_what_can_be_dropped_first() {
     assert_eq!((zone.block_of(page), zone.blocks()[1].migrate_type()), (0, MigrateType::Unmovable));
 }
 
-/// A7: tables are charged. Blocks that were not begun have none; the runs kept ready take their room from the first frame on.
+/// A7: tables are charged. Blocks not begun yet have none; the list of ready frames has its full size from the start.
 #[test]
 fn tables_are_of_what_was_begun() {
     let mut zone = Zone::growing(4 * 512);
@@ -443,8 +444,8 @@ fn the_run_freed_last_comes_first() {
     assert_eq!(list(&zone, 2), [4, 600, 8]);
 }
 
-/// A zone may begin and end anywhere: it has tables for its own frames only, the lowest is allocated first, and a rest at its end
-/// that is too short for a run has none.
+/// A zone may begin and end anywhere: it has tables for its own frames only, the lowest is allocated first, and no run reaches
+/// beyond its end.
 #[test]
 fn a_zone_may_begin_and_end_inside_a_block() {
     let mut zone = Zone::spanning(1000, 2100, Kind::Frame);

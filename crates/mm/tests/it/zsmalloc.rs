@@ -258,13 +258,13 @@ fn little_is_lost_in_tails_and_books() {
     }
 }
 
-/// A7: of an empty pool what it looks places up in is charged; slabs that went leave their entries to those that come; and the entries of
-/// slabs grow by an eighth, as they are most of the books.
+/// A7: an empty pool is charged for its lookup tables. Slabs that go leave their entries to later ones. The entries of slabs are
+/// most of the books, so they grow by an eighth at a time.
 #[test]
 fn books_are_no_larger_than_they_must_be() {
     let mut pool = ZsPool::new(1 << 30);
     let empty = pool.metadata_bytes();
-    // Itself, its zone, and for each class four heads of lists and what it has.
+    // Itself, its zone, and for each class four list heads and its counters.
     let (zone, classes) = (Zone::growing(1 << 18).metadata_bytes(), class_sizes().count());
     let least = size_of::<ZsPool>() + zone + classes * 24;
     assert!((least..least + 64).contains(&empty), "{empty} bytes, {zone} of the zone");
@@ -274,7 +274,7 @@ fn books_are_no_larger_than_they_must_be() {
     }
     let churned = pool.metadata_bytes();
     assert!(churned - empty < 16 << 10, "{churned} bytes of books after churn, {empty} before");
-    // As many pages, of few slabs and of many.
+    // The same number of pages, in many slabs and in few.
     let books = |len: usize| {
         let mut pool = ZsPool::new(1 << 30);
         assert!((0..17 * MAX_OBJECT / len).all(|_| pool.alloc(len).is_some()));
@@ -284,7 +284,7 @@ fn books_are_no_larger_than_they_must_be() {
     assert!((slabs * 32 - 4096..slabs * 36 + 4096).contains(&differ), "{differ} bytes for {slabs} slabs");
 }
 
-/// More than can be addressed is not had: of 2^32 pages none would be left in a number of 32 bits.
+/// A size above what can be addressed is cut down. (2^32 pages would be none, in 32 bits.)
 #[test]
 fn a_pool_may_be_asked_to_be_larger_than_it_can_be() {
     assert!(ZsPool::new(1 << 44).alloc(100).is_some());
@@ -311,7 +311,7 @@ fn from_the_largest_class_on_objects_take_whole_pages() {
     }
 }
 
-/// In a small pool the place is taken that another class has left, of up to half as much again as is needed.
+/// A small pool uses a free place of another class that is up to half as large again as needed.
 #[test]
 fn a_small_pool_takes_places_of_the_next_class() {
     for (len, usable) in [(64, 96), (63, 64)] {
@@ -365,7 +365,7 @@ fn the_fullest_slab_is_filled_first() {
     assert!(pool.alloc(32).unwrap().offset() >= 4096);
 }
 
-/// Which of two slabs is the fuller is known to a quarter.
+/// Fullness is known by quarters of a slab; the fuller slab is filled first.
 #[test]
 fn slabs_that_differ_by_a_quarter_are_told_apart() {
     for quarter in 1..4 {
@@ -379,8 +379,8 @@ fn slabs_that_differ_by_a_quarter_are_told_apart() {
     }
 }
 
-/// Each of thirty small processes had a pool that was half empty: one of 0.6 MiB has objects of a hundred sizes, and each size
-/// had a slab of its own.
+/// The story: each of thirty small processes had a pool that was half empty. A pool of 0.6 MiB has objects of a hundred sizes,
+/// and each size had a slab of its own.
 #[test]
 fn a_small_pool_is_dense() {
     let mut seed = 7u64;
@@ -407,8 +407,8 @@ fn a_small_pool_is_dense() {
     }
 }
 
-/// Slabs kept all their pages until their last object went: a pool from which nine of ten objects had been freed still held
-/// nearly everything.
+/// The story: slabs kept all their pages until their last object went, so a pool from which nine of ten objects had been freed
+/// still held nearly everything.
 #[test]
 fn after_churn_compaction_leaves_a_dense_pool() {
     let mut model = Model::new(256 << 20);
@@ -435,7 +435,7 @@ fn after_churn_compaction_leaves_a_dense_pool() {
     assert_eq!(model.pool.used_bytes(), used);
 }
 
-/// Full slabs stayed where they were, however few, and a pool that had been large lay in all its page blocks.
+/// The story: full slabs stayed where they were, however few, so a pool that had once been large stayed in all its page blocks.
 #[test]
 fn page_blocks_are_emptied_until_half_is_in_use() {
     let mut model = Model::new(256 << 20);

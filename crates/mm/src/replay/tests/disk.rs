@@ -1,8 +1,8 @@
-//! What goes to disk and comes back, by hand: how much, where it lies, and what that costs.
+//! What goes to disk and comes back: how much, where it lies, and what that costs.
 
 use super::*;
 
-/// A page that takes so many bytes in the pool, with what is in front of it.
+/// Stores a page that takes `bytes` in the pool, header included.
 fn page(vpn: u64, bytes: usize) -> Record {
     Record::of_object(Kind::Store, vpn, 0, bytes - head_bytes(1))
 }
@@ -13,11 +13,12 @@ fn replay_of(settings: Settings, records: &[Record]) -> Replay {
     replay
 }
 
-/// As large a part of the pool is met as was taken of the resident set, times two; one whose bit is set is met and stays.
+/// The share of the pool that is met is twice the share of the resident set that was taken (for Balanced a quarter of
+/// that). An object whose bit is set is met, but stays.
 #[test]
 fn pressure_is_in_proportion_to_what_is_resident() {
     for (policy, written, rotated) in [(Policy::Fifo, 20, 0), (Policy::SecondChance, 0, 20), (Policy::Balanced, 0, 5)] {
-        // The pool takes 100 pages, so 1,000 are resident.
+        // Of the limit of 1,100 pages the pool takes 100, so 1,000 are resident.
         let settings = Settings { limit: 1100 * PAGE, ..settings(policy, 10 << 20) };
         let mut replay = replay_of(settings, &(0..100).map(|i| page(16 * i, PAGE)).collect::<Vec<_>>());
         replay.record(0, Record::pages(Kind::Evict, 5000, 100));
@@ -25,7 +26,7 @@ fn pressure_is_in_proportion_to_what_is_resident() {
     }
 }
 
-/// A pool that is full goes down to what is accepted, not a byte further, and then takes as much as before.
+/// A full pool is shrunk exactly to the accepted size, and can then grow to its maximum again.
 #[test]
 fn a_full_pool_is_shrunk_to_what_is_accepted() {
     let settings = Settings { accept_percent: 50, ..settings(Policy::Fifo, 10_000) };
@@ -37,7 +38,8 @@ fn a_full_pool_is_shrunk_to_what_is_accepted() {
     assert_eq!((replay.out.written_back, replay.in_pools()), (3, 7500));
 }
 
-/// A page in the program whose copy went to disk with its object is stored by itself when it leaves, at most as it is.
+/// A page in the program loses its copy when its object is written to disk. When it leaves again it is stored alone, in
+/// a page at most.
 #[test]
 fn a_page_whose_copy_was_given_up_is_stored_alone() {
     for (order, bytes, alone) in [(2, 8000, 2000), (0, 6000, 4096)] {
@@ -52,27 +54,28 @@ fn a_page_whose_copy_was_given_up_is_stored_alone() {
     }
 }
 
-/// What is written at once lies packed, from a block on; each byte is written once, however many writes it takes.
+/// Objects written together lie packed, from a block boundary on. However many writes that takes, no byte is written
+/// twice.
 #[test]
 fn writes_begin_with_a_block() {
     let cost = Cost { read_ns: 7, bytes_per_second: 4096 };
     let settings = Settings { accept_percent: 50, cost, ..settings(Policy::Fifo, 10_000) };
-    // The first goes alone, and then three that have two blocks in common.
+    // The first goes alone, then three together, in two blocks.
     let mut replay = replay_of(settings, &[page(0, 6000), page(16, 2500), page(32, 2500)]);
     assert_eq!(replay.out.written_back, 1);
     [48, 64, 80].into_iter().for_each(|vpn| replay.record(0, page(vpn, 2500)));
     assert_eq!((replay.out.written_back, replay.out.bytes_written), (4, 4 * 4096));
-    // The second is read from its own block.
+    // To read the second takes one block.
     replay.record(0, Record::load(16, 1, true, 0));
     assert_eq!((replay.out.reads, replay.out.bytes_read, replay.out.wait_ns), (1, 4096, 1_000_000_007));
-    // More than a write is at most: of objects that are a block each, with the 8 bytes they have more on disk.
+    // More than one write holds: objects that take a block each, with the 8 bytes more that they have on disk.
     let settings = Settings { accept_percent: 50, ..super::settings(Policy::Fifo, 1 << 20) };
     let blocks = replay_of(settings, &(0..300).map(|i| page(16 * i, 4088)).collect::<Vec<_>>());
     let written = blocks.out.written_back;
     assert!(written > 64 && blocks.out.bytes_written == written * 4096, "{written} pages: {:?}", blocks.out);
 }
 
-/// A disk that is said to move nothing moves a byte a second.
+/// A disk with a bandwidth of 0 counts as one of a byte a second.
 #[test]
 fn a_disk_that_moves_nothing_is_no_division_by_zero() {
     let cost = Cost { read_ns: 0, bytes_per_second: 0 };
@@ -82,7 +85,7 @@ fn a_disk_that_moves_nothing_is_no_division_by_zero() {
     assert_eq!((replay.out.write_ns, replay.out.wait_ns), (4096 * 1_000_000_000, 4096 * 1_000_000_000));
 }
 
-/// What all members read back, each page once: it is what the policies go by.
+/// Each page that is read back is counted once, in the count that the policies go by.
 #[test]
 fn what_is_read_back_is_counted_once() {
     let settings = Settings { accept_percent: 50, ..settings(Policy::Fifo, 100_000) };
@@ -92,7 +95,7 @@ fn what_is_read_back_is_counted_once() {
     assert_eq!(replay.disk_reads.get(), replay.out.disk_swapins);
 }
 
-/// Of a page that is stored again and again the shrinker lists no more than it must.
+/// A page that is stored again and again does not fill the shrinker's list with stale entries.
 #[test]
 fn stale_entries_are_pruned() {
     let mut replay = replay_of(settings(Policy::Fifo, NO_DISK), &vec![page(5, 1000); 20_000]);
@@ -101,22 +104,22 @@ fn stale_entries_are_pruned() {
     check(&replay);
 }
 
-/// Ranges of pages end where they are said to: also where fewer pages are known than are named.
+/// A range is forgotten exactly to its end, even if it names more pages than are known.
 #[test]
 fn what_is_named_is_forgotten_to_its_last_page() {
     let mut replay = replay_of(settings(Policy::Fifo, 1 << 20), &[page(5, 1000), page(6, 1000)]);
     replay.record(0, Record::pages(Kind::Free, 0, 6));
     assert_eq!(replay.worlds[&0].pages.keys().collect::<Vec<_>>(), [&6]);
-    // And what is behind them is another's.
+    // A record about a forgotten page does not change its neighbour's object.
     let before = replay.in_pools();
     replay.record(0, Record::of_object(Kind::Resize, 5, 0, 100));
     assert_eq!(replay.in_pools(), before);
-    // A folio of as many pages as an object has at most is one.
+    // The largest folio that fits into one object is stored as one.
     let whole = replay_of(settings(Policy::Fifo, 1 << 20), &[Record::of_object(Kind::Store, 0, 4, 20_000)]);
     assert_eq!((whole.worlds[&0].objects.len(), whole.in_pools()), (1, head_bytes(16) + 20_000));
 }
 
-/// A child that waits loses nothing where records of its slot are lost, but half a move.
+/// A child that waits keeps its records if others of its slot are lost (except half a move: see `half_a_move_is_none`).
 #[test]
 fn what_waits_is_kept_where_records_were_lost() {
     let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));

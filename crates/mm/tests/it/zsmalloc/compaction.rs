@@ -1,8 +1,8 @@
-//! Compaction and evacuation by hand: which slabs and page blocks go, how many, and what stays.
+//! Compaction and evacuation, with pools made by hand: which slabs and page blocks go, how many, and what stays.
 
 use super::*;
 
-/// Refuses objects of one length.
+/// Refuses to move objects of one length.
 struct Except(usize);
 
 impl Relocate for Except {
@@ -13,7 +13,7 @@ impl Relocate for Except {
     fn freed(&mut self, _: Freed) {}
 }
 
-/// Slabs of a page that are full of objects of `len` bytes, and then hold the last one each.
+/// Fills slabs of one page with objects of `len` bytes, and then frees all but the last object of each.
 fn one_in_each(pool: &mut ZsPool, len: usize, slabs: usize) {
     let objects = 4096 / len;
     let handles: Vec<_> = (0..slabs * objects).map(|_| pool.alloc(len).unwrap()).collect();
@@ -27,7 +27,7 @@ fn one_call_compacts_every_class_wherever_it_begins() {
     let all = &mut Except(0);
     one_in_each(&mut pool, 64, 2);
     assert_eq!((pool.compact(0, all), pool.compactable_bytes()), (Compacted::default(), 4096), "no budget");
-    // The next call begins with the class behind this one, which is the first of all.
+    // The next call begins behind this class, which is the first of all, and must come round to it.
     one_in_each(&mut pool, 32, 2);
     assert_eq!(pool.compactable_bytes(), 8192);
     let done = pool.compact(1000, all);
@@ -42,7 +42,7 @@ fn compaction_ends_with_its_budget() {
     assert_eq!(freed, [4096, 4096, 4096, 0], "a slab, for one object or more");
 }
 
-/// What refuses is asked once in a call, and keeps no other class from its turn.
+/// An object that refuses to move is asked once per call, and does not keep other classes from their turn.
 #[test]
 fn who_refuses_does_not_stop_the_others() {
     let mut pool = ZsPool::new(1 << 20);
@@ -51,7 +51,7 @@ fn who_refuses_does_not_stop_the_others() {
     assert_eq!(done, Compacted { moved: 1, refused: 1, freed: 4096, blocks: 0 });
 }
 
-/// A model of page blocks each of whose first pages hold an object of a page.
+/// A model of page blocks in which the first `pages` pages each hold an object of a page, and the others are free.
 fn sparse(blocks: usize, pages: usize) -> Model {
     let mut model = Model::new(64 << 20);
     (0..blocks * 512).for_each(|_| assert!(model.alloc(4096)));
@@ -65,7 +65,7 @@ fn sparse(blocks: usize, pages: usize) -> Model {
     model
 }
 
-/// One call, if its budget is enough, empties blocks until no more than half is free, and no more of them.
+/// One call with enough budget empties blocks until at most half of the pages are free, and not one block more.
 #[test]
 fn no_more_blocks_are_emptied_than_must_be() {
     for (blocks, pages, emptied) in [(6, 100, 4), (4, 200, 1), (2, 255, 1), (2, 256, 0), (1, 10, 0), (0, 0, 0)] {
@@ -73,7 +73,7 @@ fn no_more_blocks_are_emptied_than_must_be() {
         let books = model.pool.metadata_bytes();
         assert_eq!(model.pool.may_be_sparse(), blocks > 0 && pages < 256, "{blocks} blocks of {pages} pages");
         assert_eq!(model.evacuate(100_000, 0).blocks, emptied, "{blocks} blocks of {pages} pages");
-        // What was emptied is taken again before another block is begun.
+        // Emptied blocks are used again before another block is begun.
         assert!((0..emptied * 512).all(|_| model.alloc(4096)));
         assert_eq!(model.pool.metadata_bytes(), books, "{blocks} blocks of {pages} pages");
     }
@@ -85,11 +85,11 @@ fn evacuation_ends_with_its_budget() {
     let moved = Compacted { moved: 10, freed: 10 * 4096, ..Compacted::default() };
     assert_eq!(model.evacuate(10, 0), moved);
     assert_eq!(model.evacuate(10, 1), Compacted { refused: 10, ..Compacted::default() });
-    // (It was begun with, so it is the emptiest.)
+    // (It was begun before, so it is the emptiest.)
     assert_eq!(model.evacuate(90, 0), Compacted { moved: 90, freed: 90 * 4096, blocks: 1, refused: 0 });
 }
 
-/// What a block is emptied of goes where there is room already.
+/// What is moved out of a block goes to slabs that have room.
 #[test]
 fn evacuation_fills_the_slabs_that_there_are() {
     let mut pool = ZsPool::new(64 << 20);
@@ -104,7 +104,8 @@ fn evacuation_fills_the_slabs_that_there_are() {
     assert_eq!(pool.held_bytes(), 200 * 4096);
 }
 
-/// The pages that were taken for an object which then refuses are given back to the kernel: some of it may have been copied there.
+/// Pages that were taken for an object which then refuses to move are given back to the kernel, as some of it may have been
+/// copied there.
 #[test]
 fn what_was_taken_for_an_object_that_refuses_is_given_back() {
     let mut model = sparse(2, 100);
@@ -115,12 +116,12 @@ fn what_was_taken_for_an_object_that_refuses_is_given_back() {
     model.check();
 }
 
-/// A block is not emptied into itself, where no other has a run that is long enough.
+/// A block is not emptied into itself if no other block has a run that is long enough.
 #[test]
 fn a_block_whose_objects_fit_nowhere_else_stays() {
     let mut model = Model::new(4 << 20);
     (0..1024).for_each(|_| assert!(model.alloc(4096)));
-    // Of one block every sixteenth page is left, and the other gets an object of 17 pages.
+    // In one block every sixteenth page is left; the other gets an object of 17 pages.
     let stays = |handle: &Handle| handle.offset() >= 2 << 20 && (handle.offset() / 4096).is_multiple_of(16);
     (0..1024).rev().for_each(|i| {
         if !stays(&model.handles[i]) {
