@@ -77,7 +77,7 @@ fn a_stream_is_read_ahead_as_fast_as_it_is_used() {
         }
         assert_eq!(
             r.wanted, 7,
-            "what streams bring says nothing of the window, but for the first read, which was none yet"
+            "what streams bring does not count for the window, except with the first read, which was no stream yet"
         );
         // A range that brings nothing ends the stream.
         r.read_ahead(stream, front, STREAM_BYTES, 0);
@@ -229,7 +229,7 @@ fn what_a_stream_has_passed_is_behind_its_front() {
     };
     let orders = [Some(front), Some(front), Some(front - 1), None].map(&mut stocks);
     assert_eq!(orders, [[2, 9, 0], [1, 9, 0], [1, 8, 0], [1, 7, 0]]);
-    assert_eq!([Some(front), Some(front)].map(stocks), [[0, 7, 0]; 2], "the last was nobody's");
+    assert_eq!([Some(front), Some(front)].map(stocks), [[0, 7, 0]; 2], "the last is no stream's");
     assert_eq!(r.wanted, 1);
 }
 
@@ -249,7 +249,7 @@ fn a_read_between_two_goes_on_with_the_later_one() {
     let between = 4096 + (16 << 10);
     r.read(between, len, 0);
     assert_eq!(spans(&r), [(1, 0, 0), (2, between, 1)], "near both");
-    assert_eq!(r.range(between - (16 << 10) - 4096, len, 128 << 10).1, MOST, "what ends near one is near it");
+    assert_eq!(r.range(between - (16 << 10) - 4096, len, 128 << 10).1, MOST, "a read whose end is near counts as near");
     // Reads of the same place count as going forward.
     let mut again = Readahead::default();
     (0..3).for_each(|_| again.read(1 << 20, len, 0));
@@ -292,7 +292,7 @@ fn a_stream_is_two_reads_in_its_direction_and_ten_after_one_in_vain() {
         assert_eq!(
             (r.reads, r.brought),
             (if in_vain { 2 } else { 1 }, 0),
-            "only what was in vain says something of the window"
+            "besides the first read, only one in vain counts for the window"
         );
     }
     // After a range that could not be read, a stream begins anew.
@@ -384,9 +384,9 @@ fn a_stream_makes_room_when_it_is_idle() {
     assert_eq!(r.ahead().count(), 16);
     random(&mut r);
     let left: Vec<u64> = r.ahead().map(|a| a.from >> 40).collect();
-    assert!(left.len() == 15 && !left.contains(&1), "the one longest idle: {left:?}");
+    assert!(left.len() == 15 && !left.contains(&1), "the one idle for longest goes: {left:?}");
     random(&mut r);
-    assert_eq!(r.ahead().count(), 15, "what is no stream goes");
+    assert_eq!(r.ahead().count(), 15, "what is no stream makes room");
 }
 
 /// A window exactly as large as the most that may be read is used in full.

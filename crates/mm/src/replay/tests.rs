@@ -483,7 +483,7 @@ fn what_is_kept_for_children_is_given_up_with_them() {
         check(&replay);
         // (Each counts its pages, its objects, and one.)
         size = 2 * (2 * (round as usize + 1) + 1);
-        assert_eq!((replay.forked_size, replay.forked.len()), (size, 2), "the later one of the same number");
+        assert_eq!((replay.forked_size, replay.forked.len()), (size, 2), "the later of two with one number");
     }
     play(&mut replay, 1, 0, &[Record::number(Kind::Born, 2)]);
     check(&replay);

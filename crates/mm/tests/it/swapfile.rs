@@ -269,7 +269,7 @@ fn a_fresh_cluster_is_one_run() {
     assert_eq!(file.extent(&run(0).unwrap()), (2 * LEAST_CLUSTER as u64, 0));
     assert_eq!(file.run_behind_last(0, 1 << 30, |_| true).map(|run| run.bytes()), Some(LEAST_CLUSTER));
     assert!(run(LEAST_CLUSTER + 1).is_none());
-    assert!(file.run_behind_last(0, 1 << 30, |cluster| cluster != 2).is_none(), "who may not write there");
+    assert!(file.run_behind_last(0, 1 << 30, |cluster| cluster != 2).is_none(), "it may not write there");
     // A cluster that is gone is no longer written to.
     assert!(file.drop_if_empty(2) && file.run_behind_last(0, 1 << 30, |_| true).is_none());
 }

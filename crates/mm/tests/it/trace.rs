@@ -155,7 +155,7 @@ fn the_format_is_as_described() {
     );
     assert_eq!(Record::load(0, 1, true, 0), Record { small: 128, ..Record::load(0, 1, false, 0) });
     assert_eq!(Record::number(Kind::Born, 5).count(), 0, "it is about no page");
-    assert_eq!([0, 17].map(|n| Record::load(0, n, false, 0).count()), [1, 16], "as near as it can be said");
+    assert_eq!([0, 17].map(|n| Record::load(0, n, false, 0).count()), [1, 16], "cut to what a record can hold");
     assert_eq!(Record::number(Kind::Fork, u64::MAX).vpn, (1 << 35) - 1);
     for (order, len, told) in
         [(0, 70_000, 65_535), (3, 32_767, 32_767), (4, 65_535, 65_536), (9, 1, 64), (9, 65, 128), (9, 2 << 20, 2 << 20)]
@@ -234,7 +234,7 @@ fn what_a_header_cannot_say_is_damage() {
     let mut most = block(MOST_RECORDS);
     assert_eq!((MOST_RECORDS, read(&most)), (1 << 20, Ok(1 << 20)));
     most[HEADER_BYTES + 24..][..4].copy_from_slice(&(MOST_RECORDS as u32 + 1).to_le_bytes());
-    assert_eq!(read(&most), Err(Error::Damaged(HEADER_BYTES)), "not cut: it was never so long");
+    assert_eq!(read(&most), Err(Error::Damaged(HEADER_BYTES)), "no block is so long");
     let mut marker = block(1);
     marker[HEADER_BYTES] ^= 1;
     assert_eq!(read(&marker), Err(Error::Damaged(HEADER_BYTES)));

@@ -39,7 +39,7 @@ fn compaction_ends_with_its_budget() {
     let mut pool = ZsPool::new(1 << 20);
     one_in_each(&mut pool, 64, 4);
     let freed = [1; 4].map(|budget| pool.compact(budget, &mut Except(0)).freed);
-    assert_eq!(freed, [4096, 4096, 4096, 0], "a slab, for one object or more");
+    assert_eq!(freed, [4096, 4096, 4096, 0], "one slab per call");
 }
 
 /// An object that refuses to move is asked once per call, and does not keep other classes from their turn.
