@@ -1,11 +1,11 @@
-//! How the library is linked: no function in it may be found by a name of the program's.
+//! How the library is linked: a debugger that looks for a name of the program's must not find a function in it.
 //!
-//! A debugger writes its breakpoints into all functions of a name, also those that the compiler has inlined, and it does not have
-//! uzswap's threads: one that meets a breakpoint ends the program (SIGTRAP). So `break write` ended programs, as uzswap has functions
-//! called `write`, and so would the name of any function of zstd's in a program that has zstd itself.
+//! A debugger puts its breakpoints into all functions of a name, inlined ones included, and it does not handle uzswap's threads:
+//! one that hits a breakpoint ends the program (SIGTRAP). So `break write` ended programs, as uzswap has functions called
+//! `write`; so would the name of any zstd function in a program that has zstd itself.
 //!
-//! So the library is stripped, but for what is built to be looked into (profile `dev`, or `UZSWAP_SYMBOLS=1`). And what the compiler calls
-//! to copy bytes is the library's own, `__wrap_memcpy` for `memcpy` (`bytes`).
+//! So release builds of the library are stripped, unless `UZSWAP_SYMBOLS` is set, to look into them. And the functions that the
+//! compiler calls to copy bytes are the library's own: `__wrap_memcpy` for `memcpy` (`bytes`).
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

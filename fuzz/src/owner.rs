@@ -298,7 +298,7 @@ impl Hostile<'_> {
         let Some((answer, _)) = answer(&one.socket) else { return };
         assert!(answer[0] < 4096, "an error number: {answer:?}");
         let range = request[1] as usize..request[2] as usize;
-        // From then on nobody serves it: a thread that touches it waits for ever.
+        // From then on nobody serves it: a thread that touches it waits forever.
         self.connections[which % n].served &= op != DETACH;
         match op {
             // If another process must run first, the owner tries in vain for a while, and removes the range all the same.

@@ -4,7 +4,7 @@
 //! stories:
 //!
 //! - Sanitizers put their own before libc's. These look at shadow memory of the program's, in which pages may be out:
-//!   when a program built with AddressSanitizer engaged, its ticker waited for itself, and the program for ever.
+//!   when a program built with AddressSanitizer engaged, its ticker waited for itself, and the program forever.
 //! - A debugger that must stop at `memmove` writes its breakpoint into all functions of that name, libc's included. It
 //!   does not trace uzswap's threads: one that met the breakpoint there ended the program (SIGTRAP).
 //!

@@ -104,7 +104,7 @@ unsafe impl GlobalAlloc for Heap {
 }
 
 /// Called before a fork, with the pager's lock held: waits until nobody allocates, and keeps it so until [`go_on`].
-/// Otherwise a child would wait for ever for a thread that it does not have.
+/// Otherwise a child would wait forever for a thread that it does not have.
 ///
 /// The story: a rule said that nothing is allocated without the pager's lock, which a fork takes. But a thread that
 /// began to serve faults did, and so did one that gave others work to compress. A child stood still, twice in some

@@ -6,7 +6,7 @@
 //! with instructions of its own goes unseen.
 //!
 //! LeakSanitizer (part of AddressSanitizer, active when a program ends) stops all threads of the process by ptrace,
-//! including uzswap's, and has another process that shares its memory read all of it. That process waited for ever for
+//! including uzswap's, and has another process that shares its memory read all of it. That process waited forever for
 //! pages that were out. Before it starts, it calls a function that programs may define, to ask whether it is turned
 //! off.
 
@@ -117,7 +117,7 @@ fn restricts(mode: usize, filter: usize) -> bool {
 }
 
 /// Lets go of the process, as it is about to restrict its system calls. False if it stays managed: its threads would
-/// wait for ever for pages that are out, as uzswap's threads may be forbidden the calls that bring them.
+/// wait forever for pages that are out, as uzswap's threads may be forbidden the calls that bring them.
 fn may_restrict_calls() -> bool {
     let Some(p) = pager() else {
         environment::filters();

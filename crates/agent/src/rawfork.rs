@@ -48,7 +48,7 @@ fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
 /// The address where the kernel must note the end of the caller, or of the thread that the call makes in this memory.
 ///
 /// The story: this was known only for libc's `clone`. A thread that waited for one made by the number of the call, or
-/// for one that had set the address itself (`set_tid_address`), waited for ever if that page was out.
+/// for one that had set the address itself (`set_tid_address`), waited forever if that page was out.
 fn end_noted_at(nr: c_long, a: [usize; 6]) -> Option<usize> {
     let shared = (libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID) as u64;
     let is_asked = cloning(nr, a).is_some_and(|(flags, _)| flags & shared == shared);
@@ -232,8 +232,8 @@ fn used_by(nr: c_long, a: [usize; 6], flags: u64) -> [(usize, usize); 5] {
 /// serve a fault on it; and where the child writes to it before its memory is managed, the page must be its own
 /// already.
 ///
-/// The story: only the new stack was made sure of. A program whose child's number was to be written to memory that was
-/// out stood still for ever; and where the child wrote its own number, the rest of that page was zeros.
+/// The story: only the new stack was made sure of. If a child's pid was to be written to memory that was out, the
+/// program hung; and if the child wrote its own pid, the rest of that page was zeros.
 fn hold_with(used: &[(usize, usize)], flags: u64) {
     if flags & libc::CLONE_NEWPID as u64 != 0 {
         leaving::before_fork_apart();
@@ -245,7 +245,7 @@ fn hold_with(used: &[(usize, usize)], flags: u64) {
         pages.clone().for_each(|page| populate(page * PAGE, (page + 1) * PAGE));
         before_fork();
         let Some(p) = pager() else { return };
-        // What cannot be had after so many tries is no memory that the kernel could use.
+        // Memory that could not be brought after so many tries is none that the kernel could write to.
         let writable = p.protections.load(Relaxed) == protections;
         if left == 0 || writable && pages.clone().all(|page| p.is_in_memory(page * PAGE)) {
             return;

@@ -2,7 +2,7 @@
 //! robust mutexes that it still holds when it ends.
 //!
 //! When a thread is gone, the kernel marks those mutexes as a dead owner's, and serves no more faults for the thread.
-//! So a thread that waited for a mutex that was out waited for ever.
+//! So a thread that waited for a mutex that was out waited forever.
 //!
 //! `pthread_create` is interposed. Threads that libc makes by itself (C11's `thrd_create`, timers that notify by a
 //! thread) are on stacks of libc's, which are excluded.
@@ -96,7 +96,7 @@ fn pin_robust(p: &Pager) {
 }
 
 /// Keeps the place in memory where the kernel will note the end of a thread or process that shares this memory. The
-/// kernel serves no faults for a thread that ends, so a thread that waited for that note waited for ever.
+/// kernel serves no faults for a thread that ends, so a thread that waited for that note waited forever.
 pub fn pin_number(at: usize) {
     if let Some(p) = pager() {
         let old = set_mask(!0);

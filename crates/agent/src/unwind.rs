@@ -4,9 +4,9 @@
 //! compiled to abort, so they are never called. But the library that has them was loaded into every process: four
 //! mappings, and a constructor that queries the processor's features by an instruction that virtual machines trap. That
 //! was a sixth of what a process costs.
-//!
-//! So their names are defined here, hidden, so that the program does not see them; each ends the process. Exceptions of
-//! the program's, and the unwinding of cancelled threads, pass through the agent's functions as ever. These describe
+//! So their names are defined here, hidden, so that the program does not see them; each ends the process. The program's
+//! exceptions, and the unwinding of cancelled threads, pass through the agent's functions as through any others: these
+//! describe their frames (`.eh_frame`), and have no handlers to call.
 //! their frames (`.eh_frame`), and have no handlers to call.
 
 use core::arch::global_asm;

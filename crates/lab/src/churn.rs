@@ -99,7 +99,7 @@ mod tests {
         assert!(bytes.iter().all(|b| *b == 0));
     }
 
-    /// Memory that does not drop what it is told to drop is found out.
+    /// Memory that does not drop what it is told to drop is detected.
     #[test]
     fn what_is_not_as_it_should_be_is_told() {
         struct Keeps(Box<dyn Memory>);

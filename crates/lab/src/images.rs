@@ -110,7 +110,7 @@ pub fn all(keeper: &Keeper, dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static
 
 /// Starts a program, waits until it says that it is ready, and reads its anonymous memory.
 ///
-/// The story: when the lab was killed meanwhile, programs that wait to be read stayed, as Java's does for ever.
+/// The story: when the lab was killed meanwhile, programs that wait to be read were left behind, Java for good.
 fn heap_of(keeper: &Keeper, command: &mut Command, input: &str, len: usize) -> Option<Vec<u8>> {
     let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut started = Started::of(keeper, command).ok()?;

@@ -322,7 +322,7 @@ impl Decompressor {
 mod tests {
     use super::*;
 
-    /// What is prepared is there, and nothing else: to decode allocates no more then, and most processes need no other.
+    /// Preparing an encoding makes what it takes to decode it, and nothing else, as most processes need no other.
     #[test]
     fn workspaces_are_made_when_they_are_asked_for() {
         let has = |encodings: &[Encoding]| {

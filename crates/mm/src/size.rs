@@ -20,7 +20,7 @@ impl Size {
         let text = text.trim();
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let (number, unit) = text.split_at(end);
-        // (Of digits and points alone: no `nan`, no `1e3`. Too many digits are infinity, which is too large.)
+        // (Only digits and points: no `nan`, no `1e3`. Too many digits make it infinite, which is too large.)
         let Ok(value) = number.parse::<f64>() else {
             return Err(format!("`{text}` is not a size: write it as 512M, 1.5GiB or 50%"));
         };

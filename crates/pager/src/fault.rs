@@ -414,7 +414,7 @@ fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
 /// random, kept no copies, so all that a pass over such memory brought was compressed anew, page by page, when it left.
 fn no_longer_random(pt: &mut PageTable, at: u64, end: u64) {
     for block in blocks(at, end.saturating_sub(at) as usize) {
-        // Only where there is a hint: to clear one in a block that is not known makes its leaf.
+        // Only if there is a hint: clearing one in an unknown block would make its leaf.
         if pt.hints(block) & HINT_RANDOM != 0 {
             pt.hint(block, 0, HINT_RANDOM);
         }

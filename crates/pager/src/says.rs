@@ -28,9 +28,9 @@ const WAIT_NS: u64 = 500_000_000;
 const THREADS: u32 = 16;
 /// Room for their tids.
 const PLACES: usize = 2 * THREADS as usize;
-/// How often a thread that waits for room looks whether it is to end (milliseconds).
+/// How often a thread that waits for room checks whether it must end (milliseconds).
 const LOOK_MS: i32 = 100;
-/// How long [`end`] waits for the threads at most (nanoseconds): many looks.
+/// How long [`end`] waits for the threads at most (nanoseconds): the time of many such checks.
 const END_NS: u64 = 1_000_000_000;
 /// Bytes of one message.
 const MOST: usize = PAGE - size_of::<usize>();
@@ -48,9 +48,9 @@ struct Saying {
 static BEGUN: AtomicU32 = AtomicU32::new(0);
 static SAID: AtomicU32 = AtomicU32::new(0);
 
-/// Whether those threads are to end, and to drop messages that there is no room for.
+/// Whether those threads must end, and drop messages for which there is no room.
 static ENDS: AtomicBool = AtomicBool::new(false);
-/// The tids of the threads there are, as many as there is room for. The kernel clears each when its thread ends.
+/// The tids of those threads, as many as fit. The kernel clears each when its thread ends.
 static THERE: [AtomicI32; PLACES] = [const { AtomicI32::new(0) }; PLACES];
 
 /// Whether the program was started without a standard error.
@@ -59,7 +59,7 @@ static CLOSED: AtomicBool = AtomicBool::new(false);
 /// Notes whether there is a standard error, as the program starts. If there is none, the first file that the program opens gets
 /// its number.
 ///
-/// The story: the message that its group was full landed in the midst of a program's output, which was the file of this number.
+/// The story: the message that its group was full landed in the middle of a program's output, which was the file of this number.
 pub fn begin() {
     // SAFETY: numbers only.
     let flags = unsafe { sys!(libc::SYS_fcntl, 2, libc::F_GETFD) };
@@ -146,7 +146,7 @@ pub fn end() {
     }
 }
 
-/// Adds the calling thread to those that are there; the kernel takes it off at its end.
+/// Adds the calling thread's tid to those in [`THERE`]; the kernel removes it when the thread ends.
 fn is_there() {
     let tid = thread::gettid();
     let free = |there: &&AtomicI32| there.compare_exchange(0, tid, SeqCst, Relaxed).is_ok();

@@ -35,7 +35,7 @@ pub const BELOW_STACK: usize = 512;
 /// See [`BELOW_STACK`].
 pub const ABOVE_STACK: usize = 1024;
 
-/// Waits while `*word == value`, for at most `timeout_ns` (`None`: for ever).
+/// Waits while `*word == value`, for at most `timeout_ns` (`None`: forever).
 #[cfg(not(loom))]
 pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, shared: bool) {
     let op = libc::FUTEX_WAIT | if shared { 0 } else { libc::FUTEX_PRIVATE_FLAG };
@@ -303,7 +303,7 @@ mod stack_tests {
         is_send::<Guard<'static, Cell<u32>>>();
     }
 
-    /// With threads that take it in the usual way: one holder at a time, and nobody sleeps for ever.
+    /// With threads that take it in the usual way: one holder at a time, and nobody sleeps forever.
     /// (`fixtures/depths.c` tests that the stack is there.)
     #[test]
     fn on_the_stack_it_is_taken_by_one_at_a_time() {

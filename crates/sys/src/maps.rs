@@ -37,9 +37,9 @@ pub fn mapping_at(fd: i32, address: usize) -> Option<(usize, usize, bool)> {
 /// The mapping at an address, or else the next one above it; `None` if there is neither. `fd` is an open maps file.
 /// `name` receives the name column, which only anonymous memory has here.
 ///
-/// The story: the name was asked for where the mapping had begun a moment before. If another thread had changed the rights of some of it
-/// in between, the answer was what lay before the address. An `mremap` of a page beside it was then made in parts that were none: it was
-/// refused (EINVAL), and what it was to replace was gone.
+/// The story: the name was asked for at the address where the mapping had begun a moment before. If another thread had
+/// changed the rights of a part of it in between, the answer was about memory before `address`. An `mremap` of a page
+/// was then made in pieces that did not exist: it was refused (EINVAL), and what it was to replace was gone.
 ///
 /// # Errors
 /// `ENOTTY` if the kernel cannot say (before 6.11); others if it has no memory for the answer.
@@ -51,7 +51,7 @@ pub fn mapping_from(fd: i32, address: usize, name: &mut [u8; NAME_BYTES]) -> Res
     // A file's name may be longer than the buffer.
     let mut letters = 0;
     if answer[8] == 0 {
-        // (Not at its start: it may be two by now, of which the first ends before the address.)
+        // (Not at its start: by now it may be two mappings, of which the first ends before `address`.)
         answer = query(fd, address.max(answer[3] as usize), 0, name)?;
         // The length includes the terminating zero.
         letters = (answer[10] as u32 as usize).saturating_sub(1);

@@ -118,7 +118,7 @@ pub fn kill(pid: i32, signal: i32) {
 }
 
 /// Waits until `signal`, which the calling thread blocks, is pending for it, and consumes it. The timeout is in
-/// nanoseconds, less than a second; `None` waits for ever.
+/// nanoseconds, less than a second; `None` waits forever.
 pub fn take_signal(signal: i32, timeout_ns: Option<u64>) {
     let set = 1u64 << (signal - 1);
     let ts = timeout_ns.map(|ns| libc::timespec { tv_sec: 0, tv_nsec: ns as i64 });

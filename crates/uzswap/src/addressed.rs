@@ -39,7 +39,7 @@ impl Addressed {
         let changed = |name: &OsStr| command.get_envs().any(|(other, _)| other == name);
         let inherited = env::vars_os().filter(|(name, _)| !changed(name));
         let set = command.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));
-        // Newer versions of systemd's library go by this other name of the same process; without it they go by the pid.
+        // Newer versions of systemd's library go by this id of the process if it is set, else by the pid.
         let is_ours = |name: &OsStr| name == "LISTEN_PIDFDID" && named[0].is_some();
         let is_named = |name: &OsStr| NAMES.iter().zip(&named).any(|(other, own)| name == *other && own.is_some());
         kept.extend(

@@ -96,7 +96,7 @@ impl Group {
     }
 }
 
-/// Has the members of groups publish their charge, and waits until they have; not for ever, as a member may be stopped.
+/// Has the members of groups publish their charge, and waits until they have; not forever, as a member may be stopped.
 pub fn refresh(groups: &[Group]) {
     let members = groups.iter().flat_map(Group::members);
     let members: Vec<(&Slot, u32)> = members.map(|slot| (slot, slot.said.load(Acquire))).collect();
@@ -468,7 +468,7 @@ mod tests {
         let below = registry.join("web/worker", &LIMIT).unwrap();
         let root = &below.page().nodes[0];
         assert!(root.max.load(Relaxed) >= NO_LIMIT);
-        // A run that joins without a limit gives it none.
+        // A run that joins without a limit does not give it one.
         // (A group that is dropped takes the directory's entry with it.)
         let _joined = registry.join("web", &ANY).unwrap();
         let first = registry.join("web", &Wanted { on_full: Some(ON_FULL_KILL), ..wants(128 << 20) }).unwrap();
@@ -476,7 +476,7 @@ mod tests {
         assert!(refused("web", &LIMIT).contains("a memory.max of 128 MiB"));
         assert!(registry.join("web", &wants(128 << 20)).is_ok());
         assert_eq!(first.page().nodes[below.node].max.load(Relaxed), 64 << 20);
-        // A limit that was set since stands; and a group that was named, and then lost its limit by `ctl`, is not open again.
+        // A limit set in the meantime stands. A group that was named, and then lost its limit by `ctl`, is not open again.
         let below = registry.join("db/worker", &LIMIT).unwrap();
         below.page().nodes[0].max.store(96 << 20, Relaxed);
         assert!(refused("db", &LIMIT).contains("a memory.max of 96 MiB"));
@@ -530,8 +530,8 @@ mod tests {
         let low =
             unsafe { std::fs::File::from_raw_fd(libc::memfd_create(c"uzswap-group".as_ptr(), libc::MFD_CLOEXEC)) };
         low.set_len(4096).unwrap();
-        // At a number that nobody is given by chance: once the object of a test that ran beside this one got the number of the
-        // one closed below, and was taken for the other version's while it was being made.
+        // At a number that no other test is given by chance. Otherwise the object of a test that runs at the same time may get
+        // the number of the one closed below, and be taken for the other version's.
         // SAFETY: no memory is involved; the descriptor is owned at once.
         let other = unsafe { std::fs::File::from_raw_fd(libc::fcntl(low.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 500)) };
         drop(low);

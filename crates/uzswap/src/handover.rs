@@ -130,7 +130,7 @@ impl Image {
     }
 }
 
-/// Serves every monitor that connects, for ever.
+/// Serves every monitor that connects, forever.
 ///
 /// # Errors
 /// When it can no longer accept connections.

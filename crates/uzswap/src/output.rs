@@ -86,7 +86,7 @@ impl Drop for Output {
     }
 }
 
-/// Opens an existing file. Does not wait for ever for a pipe's reader.
+/// Opens an existing file. Does not wait forever for a pipe's reader.
 fn at_once(path: &Path) -> io::Result<File> {
     let begun = Instant::now();
     let file = loop {

@@ -106,7 +106,7 @@ impl Blocked {
     /// alone, or the terminal is gone.
     ///
     /// The stories: a program was stopped by its own pid and continued in the same way. Its command stayed stopped for good, and
-    /// whoever waited for the command waited for ever. The same happened if a terminal went away just before we stopped: stopping
+    /// whoever waited for the command waited forever. The same happened if a terminal went away just before we stopped: stopping
     /// discards the SIGCONT by which the kernel makes sure that the hangup is noticed.
     pub fn stop_with(&self, child: libc::pid_t) {
         let path = std::ffi::CString::new(format!("/proc/{child}/stat")).unwrap_or_default();

@@ -268,7 +268,7 @@ mod tests {
     /// A member that was killed while it was charged must not stay charged. (An early version kept each group's charge as a sum
     /// that members added to and subtracted from. A member killed between storing its new size and adding the difference left the
     /// sum wrong for good. It was too high; or, when another member found it dead and subtracted what it had never added, below
-    /// zero, which as an unsigned number is a group over its limit for ever. Upstream's A4.)
+    /// zero, which as an unsigned number is a group over its limit forever. Upstream's A4.)
     #[test]
     fn charges_of_the_dead_are_returned() {
         let group = GroupFile::create("web", false).unwrap();

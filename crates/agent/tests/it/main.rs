@@ -1,5 +1,5 @@
-//! Parts of the library that stand alone, each with the tests that its file has. (The library itself is for being preloaded: it
-//! has an allocator that works in its reservation only, and functions of libc's names.)
+//! Parts of the library that can be tested alone, each by the tests in its file. (The library as a whole is made to be preloaded:
+//! its allocator works only in its reservation, and it has functions of libc's names.)
 
 #[path = "../../src/bytes.rs"]
 mod bytes;

@@ -351,7 +351,7 @@ for i in range(4):
         assert_eq!(trace(vec![step(&[(0, 4)], &[]), step(&[(2, 1)], &[(3, 1)])]).contradiction(), Some((1, 2)));
     }
 
-    /// The story: with a file that named no program the lab ended in a panic, or looked for pages for ever, deaf to signals.
+    /// The story: with a file that named no program the lab ended in a panic, or looked for pages forever, deaf to signals.
     #[test]
     fn what_has_no_pages_is_not_played() {
         let step = |first, n| Step { came: vec![(first, n)], ..Step::default() };

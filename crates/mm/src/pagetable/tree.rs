@@ -200,7 +200,7 @@ impl Tree {
 mod tests {
     use super::*;
 
-    /// Whether it is the node, or one of those above it, that is not there.
+    /// Whichever is missing: the node, or one of those above it.
     #[test]
     fn a_leaf_that_is_not_there_is_not_removed() {
         let mut tree = Tree::default();

@@ -94,10 +94,11 @@ impl Pager {
 
     /// Registers memory and starts the helpers, while no mapping call of the program is under way.
     ///
-    /// The story: found by reading. Engaging reads all mappings first, and then registers them. A mapping that a thread made over
-    /// some of it in between was registered too: a private mapping of a memfd, say, of which the pager knew nothing, and which got
-    /// pages of zeros where the file's should be (see [`Pager::protect_between_calls`]). Memory that was unmapped in between, and
-    /// mapped and filled anew before the pager asked what is there, was listed but not registered: it could be taken out.
+    /// The story (found by reading): engaging reads all mappings first, and then registers them. A mapping that a thread made
+    /// over some of that memory in between was registered too. If it was a private mapping of a memfd, for example, of which the
+    /// pager knew nothing, it got pages of zeros in place of the file's (see [`Pager::protect_between_calls`]). And memory that
+    /// was unmapped in between, and mapped and filled anew before the pager asked what is there, was listed but not registered,
+    /// so it could be taken out.
     pub(crate) fn engage(&'static self) -> Result<(), Refused> {
         // The descriptors may be open already, since before the process changed its user: see `credentials`.
         if self.uffd.load(Relaxed) < 0 {

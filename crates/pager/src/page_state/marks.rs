@@ -5,7 +5,7 @@
 //! marker            a resident page is      a write
 //! plain             writable                -
 //! clean (tracked)   write-protected         sets soft-dirty, the page is writable again
-//! protected         write-protected         is told, and waits until the page is unprotected
+//! protected         write-protected         is reported, and waits until the page is unprotected
 //! ```
 //! The kernel keeps write-protection in the PTE, so it is lost when a page leaves; the markers are what counts. Paging out leaves
 //! them alone. A page that comes back and is not plain is *copied* in, write-protected by the same call: MOVE would map it

@@ -7,8 +7,8 @@ use core::sync::atomic::Ordering::SeqCst;
 
 /// A limit in the form the region's group has it; one above what a group can express is no limit.
 ///
-/// The story: charges are compared with the limit as signed numbers, and a limit near `usize::MAX` is negative there. A region with
-/// such a limit was paged out at once, and creating it was a panic in a debug build.
+/// The story: charges are compared with the limit as signed numbers, and a limit near `usize::MAX` is negative there. A region
+/// with such a limit was paged out at once, and a debug build panicked when it was created.
 pub(super) fn of_group(bytes: usize) -> u64 {
     (bytes as u64).min(NO_LIMIT)
 }

@@ -1,14 +1,15 @@
 //! Tests that say why they cannot run, and tests that have a process for themselves. The integration tests include it too.
 
-/// Says why a test cannot run on this machine, or with these rights, where the test runner does not keep it to itself. (All that can be
-/// installed is asked for by the command's tests, which fail without it where everything is required.)
+/// Says why a test cannot run on this machine, or with these rights; on standard error itself, which the test runner does not
+/// capture. (What can be installed is not checked here: the command's tests need it, and fail without it where everything is
+/// required.)
 pub(crate) fn skip(reason: &str) {
     let test = std::thread::current().name().unwrap_or("?").to_owned();
     let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("    SKIPPED {test}: {reason}\n"));
 }
 
-/// Whether this test has its process for itself, so that what it sees of that (memory, descriptors, threads) is its own. Where it
-/// has not, it is run in one that is started for it, and has passed there when this returns false.
+/// Whether this test has a process to itself, so that what it sees of the process (memory, descriptors, threads) is its own. If
+/// not, it is run in a process started for it; when this returns false, it has passed there.
 pub(crate) fn by_itself(test: &str) -> bool {
     const SET: &str = "UZSWAP_TEST_BY_ITSELF";
     if std::env::var_os(SET).is_some_and(|name| name == test) {

@@ -406,7 +406,7 @@ fn b2_without_the_fallback_blocks_are_decompressed_again() {
 /// The second: a page whose charge failed was leaked. Here frames and charges fail all the time, and what is held is still what
 /// is accounted for.
 ///
-/// The third: an error path kept the lock of the decompression buffer, and the next fault on that CPU waited for ever. Here
+/// The third: an error path kept the lock of the decompression buffer, and the next fault on that CPU waited forever. Here
 /// threads fault at once while every step fails now and then.
 #[test]
 fn b2_frames_and_charges_fail_at_every_step() {

@@ -122,8 +122,8 @@ fn what_is_pinned_stays_under_a_smaller_limit() {
     assert_eq!(gone.to_string(), "the owner of the shared region has ended");
 }
 
-/// The story: a region with a limit near `usize::MAX` was paged out at once, as if the limit were negative; in a debug build, creating
-/// it was a panic.
+/// The story: a region with a limit near `usize::MAX` was paged out at once, as if the limit were negative; a debug build
+/// panicked when it was created.
 #[test]
 fn a_limit_beyond_all_memory_is_none() {
     let _alone = alone();
@@ -138,7 +138,7 @@ fn a_limit_beyond_all_memory_is_none() {
         };
         writes(region.as_mut_ptr());
         writes(mapping.as_mut_ptr());
-        // The calling thread makes room here, if any is to be made.
+        // If any room is to be made, the calling thread makes it here.
         for charged in [region.set_limit(limit).unwrap(), shared.set_limit(limit).unwrap()] {
             assert!(charged >= PAGES * PAGE, "{charged} of {limit}");
         }

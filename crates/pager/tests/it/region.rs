@@ -449,7 +449,7 @@ fn a_system_call_on_memory_that_is_out_fails() {
 }
 
 /// The story: a region whose pool had filled its limit had a handful of pages left. A read across the end of a page brought the
-/// next one, for which the first was evicted, for which the next one was: for ever.
+/// next one, for which the first was evicted, for which the next one was: forever.
 #[test]
 fn what_an_instruction_needs_is_there_at_once() {
     let _one = alone();

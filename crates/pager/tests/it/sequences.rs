@@ -45,7 +45,7 @@ fn of_what_is_read_over_and_over_a_part_stays() {
     }
 }
 
-/// Pages that filled memory before and are never used again do not stay for ever beside others that are read over and over and
+/// Pages that filled memory before and are never used again do not stay forever beside others that are read over and over and
 /// fit.
 #[test]
 fn what_is_read_over_and_over_and_fits_comes_to_stay() {

@@ -186,7 +186,7 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     assert_eq!(runs.iter().map(|r| r.to - r.from).sum::<u64>(), PAGES as u64, "{runs:?}");
 }
 
-/// The story: the thread that was to answer writers panicked, and they waited for ever.
+/// The story: the thread that was to answer writers panicked, and they waited forever.
 #[test]
 fn nobody_waits_for_a_thread_that_is_gone() {
     let region = region(4 * MIB, 8 * MIB);

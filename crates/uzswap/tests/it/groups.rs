@@ -512,7 +512,7 @@ fn what_goes_to_disk_is_bounded_by_the_group() {
         assert!(used() <= 8 * MIB, "{policy}: {}", used());
         place.ctl(&["g", "memory.swap.max=max"]);
         member.tell("v");
-        // Do not wait for ever for a disk that others keep busy.
+        // Do not wait forever for a disk that others keep busy.
         eventually("more is on disk", || used() > 16 * MIB);
         let limit = 64 * MIB;
         eventually("the limit is kept", || place.number("g", "memory.current") <= limit + slack(limit));

@@ -103,7 +103,7 @@ fn what_names_the_command_by_its_number_names_the_program() {
     agent_built();
     let names = "echo $((LISTEN_PID == $$)) $((WATCHDOG_PID == $$)) $LISTEN_FDS $0 $1 $(env | grep -c ^LISTEN_PID)";
     let shown = |listen: &str, limited: &[&str]| {
-        // (The shell's own number is that of what it executes.)
+        // (What the shell executes keeps the shell's pid.)
         let start = format!("export LISTEN_FDS=2 LISTEN_PID={listen} LISTEN_PIDFDID=1 WATCHDOG_PID=$$; exec \"$@\"");
         let mut command = Command::new("sh");
         command.args(["-c", &start, "sh"]).args(limited).args(["sh", "-c", names, "called", "with"]);

@@ -27,7 +27,7 @@ fn a_refused_run_writes_no_file() {
     assert!(uzswap().args(both).output().unwrap().status.success());
 }
 
-/// The story: the command waited for ever for somebody to read its report.
+/// The story: the command waited forever for somebody to read its report.
 #[test]
 fn a_pipe_that_nobody_reads_is_refused() {
     let dir = TempDir::new().unwrap();

@@ -141,7 +141,8 @@ fn a_proc_of_another_pid_namespace_is_refused() {
     assert_eq!(apart(&run).unwrap().stdout, b"ran\n");
 }
 
-/// The test cannot change the kernel's setting for all: another file stands for it, and `ulimit -v` for what the kernel refuses.
+/// The test cannot change the kernel's setting for the whole machine: another file stands in for it, and `ulimit -v` for the
+/// kernel's refusal.
 #[test]
 fn a_kernel_that_never_overcommits_is_refused() {
     agent_built();

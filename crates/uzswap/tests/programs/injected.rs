@@ -143,7 +143,7 @@ fn a_process_without_a_slot_runs_without_a_limit() {
 }
 
 /// The story: a process could have no thread of uzswap's, as none more could be started (RLIMIT_NPROC, pids.max). It was told
-/// that it ran without a limit, and waited for that thread for ever when it changed its user, filtered its system calls or locked
+/// that it ran without a limit, and waited for that thread forever when it changed its user, filtered its system calls or locked
 /// its memory.
 #[test]
 fn a_process_without_a_ticker_waits_for_none() {

@@ -9,7 +9,7 @@ use std::process::{Child, Command};
 const TOLD_OF_NO_LIMIT: &str = "without a limit from now on";
 
 /// The story: a seccomp filter for all threads applied to uzswap's as well. They were killed by it, or could serve no more
-/// faults, and the program waited for ever. A filter for a single thread killed that thread in the next hook, and with a strict
+/// faults, and the program waited forever. A filter for a single thread killed that thread in the next hook, and with a strict
 /// one the process never ended, as uzswap's threads remained. A program that changed its user or its root forked children that
 /// could not manage what they were given, and were ended. For one that locked all its memory (`mlockall`), the kernel filled what
 /// uzswap had reserved, 72 GiB. One that made a user namespace (`unshare -U`) was refused because of uzswap's threads.
@@ -38,8 +38,8 @@ fn programs_that_give_up_rights_are_let_go() {
     }
 }
 
-/// The story: a thread of uzswap that was to write a message waited for room in a full pipe that nobody read. Because of it the
-/// program was refused a user namespace, or killed by its own filter when somebody read the pipe.
+/// The story: a thread of uzswap that had a message to write waited for room in a full pipe that nobody read. So the program was
+/// refused a user namespace, or killed by its own filter when somebody read the pipe.
 #[test]
 fn who_gives_up_rights_is_not_held_up_by_what_is_said() {
     let _beside = beside();
@@ -212,7 +212,7 @@ fn lost_of(said: &str) -> u64 {
 }
 
 /// The story: no failures were injected while a process was let go of, and three bugs went unseen. On a kernel without MOVE
-/// nobody handled a page that was lost then: its thread waited for ever, or it read as zeros afterwards. Pages on disk behind a
+/// nobody handled a page that was lost then: its thread waited forever, or it read as zeros afterwards. Pages on disk behind a
 /// mapping that may not be read (PROT_NONE) never came back, so a server could not change its user. And a filter was let through
 /// although the process could not be let go of.
 #[test]
@@ -328,7 +328,7 @@ fn helpers_that_cannot_follow_a_change_of_user_do_not_remain() {
 }
 
 /// The story: a thread that was inside a mapping call or a fork while its process was let go of came out of it with all signals
-/// blocked, and held the lock of mapping calls for ever. And mappings that others unmapped meanwhile made `mlockall` fail.
+/// blocked, and held the lock of mapping calls forever. And mappings that others unmapped meanwhile made `mlockall` fail.
 #[test]
 fn threads_that_map_and_fork_meanwhile_go_on_as_before() {
     let _beside = beside();

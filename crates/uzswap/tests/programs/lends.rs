@@ -65,7 +65,7 @@ fn futexes_that_the_kernel_writes_to() {
 }
 
 /// The story: the kernel serves no faults for a thread that is ending. A robust mutex that it held, on a page that was out, was
-/// not marked as a dead owner's, and the next thread that wanted it waited for ever.
+/// not marked as a dead owner's, and the next thread that wanted it waited forever.
 #[test]
 fn robust_mutexes_of_threads_that_end() {
     let _beside = beside();

@@ -212,7 +212,7 @@ fn several_threads_that_fill_memory_at_once_keep_the_limit() {
 }
 
 /// The story: when `mremap` enlarges locked memory, the kernel fills the new part before it reports the move, and until then no
-/// page can come in. The call waited for ever, and all threads with it.
+/// page can come in. The call waited forever, and all threads with it.
 #[test]
 fn locked_memory_that_grows_and_moves() {
     let _beside = beside();
@@ -321,7 +321,7 @@ fn memory_mapped_filled() {
     assert!(most * 1024 < limit + slack, "it held {most} KiB when the call returned\n{}", run.describe());
 }
 
-/// A thread whose stack or control block was out waited for ever when it forked: it held the lock, or was the only thread woken
+/// A thread whose stack or control block was out waited forever when it forked: it held the lock, or was the only thread woken
 /// to take it, and the threads that could serve its fault waited for that lock.
 #[test]
 fn threads_on_their_own_stacks() {
@@ -340,7 +340,7 @@ fn memory_where_stacks_were() {
 }
 
 /// The story: the kernel notes the end of a thread that `clone` made at an address that the program names, and serves no fault of
-/// a thread that ends: if that address was out, threads that waited for the end waited for ever. The same happened with threads
+/// a thread that ends: if that address was out, threads that waited for the end waited forever. The same happened with threads
 /// made by the call's number, and with those that named the address themselves later.
 #[test]
 fn threads_made_by_clone_are_seen_to_end() {
@@ -424,7 +424,7 @@ fn first_threads_that_end() {
     let (held, peak) = (number(&run, "peak_held"), number(&run, "peak"));
     assert!(held > 60 * MIB && peak < 26 * MIB, "{}", run.describe());
     // Beside a process that starts when the first one's main thread has ended, with a disk. (The whole process may have ended
-    // before anybody sees that its first thread has. Then the script used to look for ever, without uzswap, too.)
+    // before anybody sees that its first thread has. Then the script used to look forever, without uzswap, too.)
     let script = format!(
         "{0} 32 2 all & until grep -qs ') Z' /proc/$!/stat || ! kill -0 $! 2>/dev/null; do :; done; {0} 24 2 all; wait $!",
         ends.display()
@@ -570,7 +570,7 @@ fn all_signals_are_the_programs_own() {
 }
 
 /// The story: `strace -f` also traced uzswap's threads. When it read a call's argument that was out, it waited for the thread
-/// that brings it, which had stopped to report a call of its own to strace: both waited for ever.
+/// that brings it, which had stopped to report a call of its own to strace: both waited forever.
 #[test]
 fn a_tracer_reads_what_is_out() {
     let _alone = alone();

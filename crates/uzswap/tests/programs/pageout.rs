@@ -40,7 +40,7 @@ fn forks_under_page_outs() {
     under_page_outs(&Subject::new("fork storm", &[&storm, &"1"]), &[48, 1024]);
 }
 
-/// The story: see `Pager::lock_in_hook`. A program stood still for ever, once in hundreds of runs of another test.
+/// The story: see `Pager::lock_in_hook`. A program stood still forever, once in hundreds of runs of another test.
 #[test]
 fn who_maps_on_a_stack_that_is_put_out_waits_for_nobody() {
     let _beside = beside();

@@ -42,7 +42,7 @@ fn another_allocator_in_an_environment_of_its_own() {
     Subject::new("own allocator", &[&env, &"-i", &preload, &mallocs]).check();
 }
 
-/// The story: AddressSanitizer refused to run if its library was not the first one. Once it did run, the program waited for ever
+/// The story: AddressSanitizer refused to run if its library was not the first one. Once it did run, the program waited forever
 /// when its memory was to be managed: sanitizers have a `memcpy` of their own, which reads shadow memory of the program's, and
 /// the uzswap thread that should serve its faults called it.
 #[test]
@@ -75,7 +75,7 @@ fn the_unwinder_is_the_programs_own() {
 }
 
 /// The story: LeakSanitizer, which runs in AddressSanitizer when a program ends, stops all threads of the process by ptrace,
-/// including those that serve its faults, and reads all memory: it waited for ever for what was out.
+/// including those that serve its faults, and reads all memory: it waited forever for what was out.
 #[test]
 fn programs_that_look_for_their_leaks() {
     let _beside = beside();

@@ -254,7 +254,7 @@ fn fork_watching(path: &Path) {
 }
 
 /// The story: a forked child had its parent's connection as well. Its requests took the answer that the parent waited for, or
-/// waited for ever for a thread that it did not have. And when the parent was killed, its protections and pins stayed as long as
+/// waited forever for a thread that it did not have. And when the parent was killed, its protections and pins stayed as long as
 /// the child lived.
 #[test]
 fn a_child_has_no_part_in_its_parents_connection() {

@@ -112,7 +112,7 @@ fn full(path: &Path) {
     limit(libc::RLIMIT_NOFILE, Some(FEW));
     say("serving");
     wait_for_word();
-    // If the owner ends, a faulting thread in this process waits for ever.
+    // If the owner ends, a faulting thread in this process waits forever.
     // SAFETY: no memory is involved.
     unsafe { libc::alarm(5 * LONGEST.as_secs() as u32) };
     let name = |task: &Path| std::fs::read_to_string(task.join("comm")).unwrap_or_default();
@@ -179,7 +179,7 @@ fn a_region_that_cannot_be_made_leaves_nothing() {
     works("few-descriptors");
 }
 
-/// The story: if the owner had no thread for a connection, its client waited for ever.
+/// The story: if the owner had no thread for a connection, its client waited forever.
 #[test]
 fn who_cannot_be_served_is_told() {
     works("no-client-thread");
