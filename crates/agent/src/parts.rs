@@ -130,7 +130,7 @@ mod tests {
         let parts = ranges(&[(10, 12), (12, 14), (14, 18)]);
         let rest = (5 * PAGE, 10 * PAGE);
         assert_eq!(of(&grows, &one, true), Some(Pieces::One { parts: parts.clone(), rest, may_replace: true }));
-        assert_eq!(of(&grows, &one[..1], true), None, "one mapping is the kernel's to move");
+        assert_eq!(of(&grows, &one[..1], true), None, "the kernel moves one mapping by itself");
         assert_eq!(of(&grows, &one[..2], true), None, "some of it is not mapped");
         // With other permissions, with a gap, or not mapped from the start.
         let rights = [one[0], part(12, 14, b"r--p"), one[2]];

@@ -570,7 +570,7 @@ mod tests {
         assert_eq!([report(0, 0), json!({})].map(|report| charged(100 * MIB, &report)), [100 * MIB; 2]);
         let runs = [64.0, 99.0, 65.0].map(|mib| Figures::from([(HELD, mib)]));
         let figures = medians(&runs);
-        assert_eq!((figures[HELD], figures[MOST]), (65.0, 99.0), "one run in three over the limit is no median");
+        assert_eq!((figures[HELD], figures[MOST]), (65.0, 99.0), "one run of three does not move the median");
     }
 
     #[test]

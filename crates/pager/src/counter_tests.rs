@@ -57,11 +57,7 @@ fn a4_a_refused_folio_is_counted_by_what_refused_it() {
         assert_eq!(p.store_now(s, &mut batch), N, "{site}");
         assert_eq!(counts(), (by_limit, 1 - by_limit, 1, 1 - by_limit, no_room as u64), "{site}");
         assert_eq!(count(p, |c| &c.zswpout), N as u64);
-        assert_eq!(
-            count(p, |c| &c.folios.orders[ORDER - 2].zswpout),
-            by_limit,
-            "{site}: split it is no folio any more"
-        );
+        assert_eq!(count(p, |c| &c.folios.orders[ORDER - 2].zswpout), by_limit, "{site}: once split, it is no folio");
         assert!((first..first + N as u64).all(|vpn| s.pt.get(vpn).tag() == Tag::Compressed));
     }
 }
@@ -149,12 +145,12 @@ fn reclaims_count_for_the_limit_that_asks_for_them() {
     };
     assert_eq!(counted(32, 0), [(0, 0), (0, 0)], "nothing is exceeded");
     assert_eq!(counted(40, 0), [(1, 0), (1, 0)], "the child's high");
-    assert_eq!(counted(64, 0), [(2, 0), (2, 0)], "a limit is not exceeded by what it is");
+    assert_eq!(counted(64, 0), [(2, 0), (2, 0)], "a charge equal to the limit does not exceed it");
     assert_eq!(counted(65, 0), [(3, 1), (3, 0)], "the root's max, too");
     assert_eq!(counted(30, 40), [(3, 2), (3, 0)], "about to be exceeded");
     assert_eq!(counted(30, 34), [(3, 2), (3, 0)]);
     group.nodes[child].max.store(48 << 20, Relaxed);
-    assert_eq!(counted(40, 20), [(4, 2), (4, 0)], "below a high it is that which asks first");
+    assert_eq!(counted(40, 20), [(4, 2), (4, 0)], "a high limit asks before the max");
     assert_eq!(counted(49, 0), [(4, 3), (4, 1)], "the child's max counts in the root");
     s.rss = 0;
 }

@@ -294,7 +294,7 @@ mod tests {
         // On a busy machine the watcher may sleep through a pause: then try once more, with longer pauses.
         let seen_well = |seen: &(usize, usize, usize)| seen.0 > 4 * 2000 && seen.1 > 3 * 2000;
         let mut tries = ["0.03", "0.3", "2"].into_iter().map(allocations_seen).inspect(|seen| println!("{seen:?}"));
-        let (came, went, peak) = tries.find(seen_well).expect("in none of three tries they were seen");
+        let (came, went, peak) = tries.find(seen_well).expect("not seen in three tries");
         assert!((2048..9 * 2048).contains(&peak), "{came} came, {went} went, {peak}");
     }
 

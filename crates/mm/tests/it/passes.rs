@@ -125,7 +125,7 @@ fn what_changed_between_two_runs_of_a_pass_is_seen() {
     assert_eq!(compactor.counters.compact_migrate_scanned, before);
     assert_eq!(compactor.background(&mut zone, aim, &mut memory), Outcome::Partial);
     let chose = compactor.counters.compact_migrate_scanned - before;
-    assert!(chose >= u64::from(BLOCKS), "it goes on by what is out of date: {chose} looks");
+    assert!(chose >= u64::from(BLOCKS), "it did not choose anew: {chose} looks");
     // The block that was to be next is filled: it is no longer one of the emptiest.
     let (mut zone, mut memory, mut compactor) = begin();
     let filled = memory.moves.iter().map(|(from, _)| from / BLOCK).max().expect("it has begun") + 1;

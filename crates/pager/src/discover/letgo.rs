@@ -362,7 +362,7 @@ mod tests {
         p.letting.store(ASKED, SeqCst);
         p.look_if_asked();
         assert_eq!(p.growth.looks_done.load(Relaxed), 0);
-        assert!(p.growth.noted.take().is_some_and(|noted| noted.len() == 1), "it is the ticker's to look at");
+        assert!(p.growth.noted.take().is_some_and(|noted| noted.len() == 1), "left to the ticker");
         p.letting.store(KEEPS, SeqCst);
         assert!(p.calls.try_stop_now(), "calls go on");
         p.calls.go_on();

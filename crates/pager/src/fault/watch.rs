@@ -357,7 +357,7 @@ mod tests {
         }
         let (p, watch) = (testing::pager(16 << 20), Watch::default());
         p.growth.looks_wanted.store(1, Relaxed);
-        assert_eq!(watch.leave_cpu(p, thread::gettid()), None, "who asked for a look waits");
+        assert_eq!(watch.leave_cpu(p, thread::gettid()), None, "the one that asked for a look waits");
         p.calls.want_stopped(true);
         assert!(watch.leave_cpu(p, thread::gettid()).is_some(), "the look waits as well");
         p.calls.want_stopped(false);

@@ -298,7 +298,7 @@ mod tests {
             assert_eq!(protected(p, at), [0..2, 4..70, 72..200, 203..N]);
             let request = Request::at(at + page * PAGE, true, true);
             assert!(p.serve(&mut p.state.lock(), request).is_ok(), "no event is unread");
-            assert!(!testing::is_protected(p, (at / PAGE + page) as u64), "who writes to page {page} faults for ever");
+            assert!(!testing::is_protected(p, (at / PAGE + page) as u64), "a writer to page {page} faults forever");
         }
     }
 

@@ -381,7 +381,7 @@ mod tests {
     fn full(p: &Pager, now: u64) -> u64 {
         p.full_at(&p.state.lock(), now);
         let (n, oom) = (&p.group.nodes[0], p.group.nodes[0].events.oom.load(Relaxed));
-        assert_eq!(n.full_said.load(Relaxed), u32::from(oom > 0), "it is said when it is so");
+        assert_eq!(n.full_said.load(Relaxed), u32::from(oom > 0), "reported if and only if it is full");
         oom
     }
 

@@ -66,7 +66,7 @@ mod tests {
         holder.give_up(me);
         assert!(holder.get().is_none() && holder.take(other()));
         holder.give_up(me);
-        assert_eq!(holder.get(), Some(other()), "who gives up twice takes nothing from the next");
+        assert_eq!(holder.get(), Some(other()), "giving up twice takes nothing from the next holder");
         holder.forsake();
         assert!(holder.take(me));
     }

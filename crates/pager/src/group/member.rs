@@ -436,7 +436,7 @@ mod tests {
         assert_eq!([28, 30].map(room), [44, 0]);
         // The story: a thread that planned just as its process engaged left a plan behind that nobody takes back.
         other.engaged.store(1, Relaxed);
-        assert_eq!((excess(30), room(30)), ((-24, false), 44), "who is managed fills nothing unseen");
+        assert_eq!((excess(30), room(30)), ((-24, false), 44), "a managed process fills nothing unseen");
         p.poked.store(0, Relaxed);
         other.engaged.store(0, Relaxed);
         other.planned.store(0, Relaxed);
@@ -523,7 +523,7 @@ mod tests {
             assert_eq!(most(p.counters()), before, "after exec");
             p.me().owner.store(0, Relaxed);
             p.claim_slot().unwrap();
-            assert_eq!(most(p.counters()), before, "and for who comes next");
+            assert_eq!(most(p.counters()), before, "and for the next owner");
         }
         // If the slot goes to another group, the figures stay with the first.
         let dead = &p.group.nodes[0].dead;

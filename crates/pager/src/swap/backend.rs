@@ -291,7 +291,7 @@ mod tests {
         }
         p.group.used.store(9, Relaxed);
         assert_eq!((open(other, file), open(other, other)), (Ok(true), Err(libc::ESTALE)));
-        assert_eq!(open(other, -1), Err(libc::ESTALE), "who has no parent has it from the command only");
+        assert_eq!(open(other, -1), Err(libc::ESTALE), "without a parent, only from the command");
     }
 
     /// See [`ClusterMap::open_file`].

@@ -535,7 +535,7 @@ fn what_one_member_reads_back_another_weighs() {
         s.press_pool(1);
         s.swap.as_ref().unwrap().shrinker.due()
     };
-    assert!(due_of(elsewhere) > 0 && reads.get() == 30, "another group's reads are no matter");
+    assert!(due_of(elsewhere) > 0 && reads.get() == 30, "another group's reads do not matter");
     assert_eq!((due_of(two), reads.get()), (0, 10));
     let due = due_of(one);
     assert!(due > 0 && reads.get() == 0, "{due}");

@@ -82,11 +82,7 @@ fn on_a_full_disk_holes_are_written_to() {
     store(&scene, new..new + 10);
     let came = write_out(&mut scene, new..new + 10, 4);
     assert_eq!((extensions(&came), came.last()), (1, Some(&Came::Wrote(0))), "{came:?}");
-    assert_eq!(
-        scene.pager.state.lock().swap.as_ref().unwrap().failures,
-        0,
-        "who waits for the disk waits for something"
-    );
+    assert_eq!(scene.pager.state.lock().swap.as_ref().unwrap().failures, 0, "the disk can make room");
     // It is not tried again for each run.
     store(&scene, new + 10..new + 20);
     assert_eq!(extensions(&write_out(&mut scene, new + 10..new + 20, 4)), 0);

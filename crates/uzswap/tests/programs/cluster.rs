@@ -91,7 +91,7 @@ impl Cluster {
     fn wait(&mut self, is_so: impl Fn(&mut Node) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(30);
         while !self.nodes.iter_mut().all(&is_so) {
-            assert!(Instant::now() < deadline, "the cluster does not come to be");
+            assert!(Instant::now() < deadline, "the cluster does not form");
             std::thread::sleep(Duration::from_millis(20));
         }
     }

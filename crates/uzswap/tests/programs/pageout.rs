@@ -19,7 +19,7 @@ fn under_page_outs(subject: &Subject, limits: &[u64]) {
         }
         let run = run.finish();
         run.say(subject.name, &format!("{done} page-outs of {asked}"), Some(limit * MIB));
-        assert!(done > 0, "no page-out came to anything\n{}", run.describe());
+        assert!(done > 0, "no page-out moved anything\n{}", run.describe());
         let same = (run.stdout.bytes, run.stdout.hash) == (plain.stdout.bytes, plain.stdout.hash);
         assert!(!run.timed_out && run.status == plain.status && same, "at {limit} MiB\n{}", run.describe());
     }

@@ -135,7 +135,7 @@ fn checked(program: &Path, seed: &str, limit: u64, page_outs: bool) {
         }
         ended.store(true, SeqCst);
         let outs = outs.map(|outs| outs.join().expect("page-outs"));
-        assert!(outs != Some(0), "{at}: no page-out came to anything");
+        assert!(outs != Some(0), "{at}: no page-out moved anything");
         say(&format!("{at}: {checks} checks, pages compared: {counts:?}, page-outs: {outs:?}"));
     });
     let status = run.wait().expect("its end");

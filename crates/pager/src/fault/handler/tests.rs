@@ -215,8 +215,8 @@ fn who_waits_for_a_slow_disk_waits_for_its_write() {
             _ => began.store(thread::now_ns() - 11_000_000_000, Relaxed),
         }
         assert!(!handler.waits_for_slow_disk(p, &s), "end {end}");
-        assert!(p.counters().stall_ns.load(Relaxed) > stalled, "it is told how long that was");
-        assert_eq!(p.disk_takes_over(&s), end < 3, "one that stands still makes no room");
+        assert!(p.counters().stall_ns.load(Relaxed) > stalled, "the stall is counted");
+        assert_eq!(p.disk_takes_over(&s), end < 3, "a disk that stands still makes no room");
     }
     began.store(0, Relaxed);
     forget(p, vpn);
@@ -230,7 +230,7 @@ fn what_could_not_be_tried_is_asked_for_again() {
     let (mut handler, _) = handler(p);
     handler.reads.be_refused(p);
     handler.reads.look(p);
-    assert!(!handler.is_idle(), "who waits for it asks again");
+    assert!(!handler.is_idle(), "the waiting fault asks again");
     assert!(p.tier.began.iter().all(|began| began.load(Relaxed) == 0), "nothing is under way");
     handler.serve_waiting(p, &mut p.state.lock());
     assert!(handler.is_idle());

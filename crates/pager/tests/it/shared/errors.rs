@@ -200,7 +200,7 @@ fn an_unknown_marker_is_an_error_on_the_way_out_too() {
         drop(child.stdin.take());
         let begun = Instant::now();
         while child.try_wait().unwrap().is_none() {
-            assert!(begun.elapsed() < LONGEST, "who writes waits");
+            assert!(begun.elapsed() < LONGEST, "a writer waits");
             std::thread::yield_now();
         }
         holding.let_go();
@@ -219,7 +219,7 @@ fn who_writes_to_a_pinned_page_with_an_unknown_marker_waits_for_the_error() {
         drop(child.stdin.take());
         // The writer faults more than once, so it waits.
         while faults() < before + 2 && child.try_wait().unwrap().is_none() {
-            assert!(begun.elapsed() < LONGEST, "who writes is not met");
+            assert!(begun.elapsed() < LONGEST, "the writer never faulted twice");
             std::thread::yield_now();
         }
         assert_eq!(child.try_wait().unwrap(), None);

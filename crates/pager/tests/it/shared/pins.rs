@@ -80,7 +80,7 @@ fn what_comes_through_a_registered_buffer_is_there() {
         assert!((0..PAGES).all(|p| has(&other, p, version) && has(&m, p, version)), "pinned: {pinned}");
         drop((ring, pin));
         region.control().page_out(0..PAGES * PAGE).unwrap();
-        assert_eq!(region.control().page_map().map().summary(0, PAGES as u64).present, 0, "it stays for ever");
+        assert_eq!(region.control().page_map().map().summary(0, PAGES as u64).present, 0, "it stays pinned");
         assert!((0..PAGES).all(|p| has(&m, p, version)));
     }
 }

@@ -196,7 +196,7 @@ fn who_has_no_watcher_leaves_no_mapping() {
     assert_eq!(lines.next().as_deref(), Some("refused"));
     let begun = Instant::now();
     while region.control().stats().unwrap().mappings > 0 {
-        assert!(begun.elapsed() < LONGEST, "the owner keeps a mapping that is none");
+        assert!(begun.elapsed() < LONGEST, "the owner keeps a mapping that does not exist");
         std::thread::yield_now();
     }
     drop(child.stdin.take());
