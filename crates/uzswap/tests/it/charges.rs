@@ -1,7 +1,7 @@
 //! What is charged to a member's group, and what an idle member costs.
 
 use crate::cli::{python, skip};
-use crate::groups::{MIB, Place, eventually, rss_anon, slack};
+use crate::place::{MIB, Place, eventually, rss_anon, slack};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;

@@ -1,181 +1,11 @@
 //! Groups: joined, limited live, nested, shown; and what happens to the charges of killed members.
-//!
-//! Each test has its own directory of groups (`XDG_RUNTIME_DIR`). Members run `hold.c`, which holds memory of known contents and
-//! verifies it.
 
-use crate::cli::{UZSWAP, agent_built, state_and_parent};
+use crate::cli::state_and_parent;
+use crate::place::{MIB, Member, Place, eventually, rss_anon, slack};
 use serde_json::Value;
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio};
-use std::sync::OnceLock;
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
-
-pub(crate) const MIB: u64 = 1 << 20;
-
-/// Compiles the member's program, once.
-fn hold() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        agent_built();
-        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("hold-{}", std::process::id()));
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/fixtures/hold.c");
-        let built = Command::new("cc").args(["-O2", "-Wall", "-Werror", "-o"]).arg(&out).arg(source).status();
-        assert!(built.expect("a C compiler").success());
-        out
-    })
-}
-
-/// A directory of groups.
-pub(crate) struct Place(TempDir);
-
-impl Place {
-    pub(crate) fn new() -> Self {
-        Self(TempDir::new().unwrap())
-    }
-
-    pub(crate) fn command(&self, args: &[&str]) -> Command {
-        agent_built();
-        let mut command = Command::new(UZSWAP);
-        command.args(args).env("XDG_RUNTIME_DIR", self.0.path());
-        command.env_remove("UZSWAP_GROUP").env_remove("LD_PRELOAD").env_remove("UZSWAP_AGENT");
-        command
-    }
-
-    pub(crate) fn call(&self, args: &[&str]) -> Output {
-        self.command(args).output().unwrap()
-    }
-
-    /// The one sentence of a failure.
-    pub(crate) fn refusal(&self, args: &[&str]) -> String {
-        let output = self.call(args);
-        let text = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success(), "{args:?}: {text}");
-        assert!(text.starts_with("uzswap: ") && text.lines().count() == 1, "{args:?}: {text}");
-        text
-    }
-
-    /// What `ctl` printed on stderr.
-    pub(crate) fn ctl(&self, args: &[&str]) -> String {
-        let output = self.call(&[&["ctl"], args].concat());
-        let text = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.success(), "{args:?}: {text}");
-        text
-    }
-
-    fn file(&self, group: &str, name: &str) -> String {
-        let output = self.call(&["stat", group, name]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    pub(crate) fn number(&self, group: &str, name: &str) -> u64 {
-        self.file(group, name).trim().parse().unwrap()
-    }
-
-    pub(crate) fn event(&self, group: &str, file: &str, name: &str) -> u64 {
-        let text = self.file(group, file);
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
-    }
-
-    pub(crate) fn start(&self, args: &[&str]) -> Member {
-        let mut child = self
-            .command(&[&["run", "-q"], args, &["--", hold().to_str().unwrap()]].concat())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
-        Member { child, input, output }
-    }
-}
-
-/// A member under an `uzswap run` of its own.
-pub(crate) struct Member {
-    child: Child,
-    input: Option<ChildStdin>,
-    output: BufReader<ChildStdout>,
-}
-
-impl Member {
-    pub(crate) fn send(&mut self, line: &str) {
-        self.input.as_mut().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
-    }
-
-    fn answer(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    }
-
-    pub(crate) fn tell(&mut self, line: &str) {
-        self.send(line);
-        let answer = self.answer();
-        assert_eq!(answer, "ok", "{line}: {}", if answer.is_empty() { self.stderr() } else { String::new() });
-    }
-
-    /// Everything that it prints on stderr until its end.
-    fn stderr(&mut self) -> String {
-        let mut text = String::new();
-        self.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
-        text
-    }
-
-    /// Ends it; it verifies its memory once more.
-    fn end(mut self) -> (ExitStatus, String) {
-        drop(self.input.take());
-        let text = self.stderr();
-        (self.child.wait().unwrap(), text)
-    }
-
-    pub(crate) fn ends_well(self) -> String {
-        let (status, text) = self.end();
-        assert!(status.success(), "{status}: {text}");
-        text
-    }
-
-    /// The pid of the command.
-    pub(crate) fn command(&self) -> u32 {
-        self.child.id()
-    }
-
-    /// The pid of the program below the command.
-    pub(crate) fn pid(&self) -> u32 {
-        let id = self.child.id();
-        let mut found = None;
-        eventually("a program below the command", || {
-            let pids = fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
-            found = pids.into_iter().find(|pid| state_and_parent(*pid).is_some_and(|(_, parent)| parent == id));
-            found.is_some()
-        });
-        found.unwrap()
-    }
-}
-
-pub(crate) fn rss_anon(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    line.map_or(0, |line| line.trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024)
-}
-
-/// Waits until a condition holds; panics if it does not in time.
-pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while !holds() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// What is allowed above a limit, as in all of this project.
-pub fn slack(limit: u64) -> u64 {
-    (limit / 20).max(16 * MIB)
-}
+use std::time::Duration;
 
 #[test]
 fn limits_are_shown_and_set_live() {
@@ -488,7 +318,7 @@ fn a_group_outlives_the_command_that_made_it() {
     second.ends_well();
     third.ends_well();
     assert!(place.refusal(&["stat", "g"]).contains("no such group"));
-    assert_eq!(fs::read_dir(place.0.path().join("uzswap")).unwrap().count(), 0, "nothing is left behind");
+    assert_eq!(fs::read_dir(place.path().join("uzswap")).unwrap().count(), 0, "nothing is left behind");
 }
 
 /// `memory.zswap.writeback` and `memory.swap.max` apply to the disk, and the counters say what was done.
@@ -560,11 +390,11 @@ fn one_sentence_for_each_mistake() {
     assert!(unknown.contains("no file is called `memory.low`") && unknown.contains("zswap/stored_pages"), "{unknown}");
     // A counter for each folio size made this a sentence of 3,700 characters once.
     assert!(unknown.contains("hugepages-16kB/stats/FILE") && unknown.len() < 1000, "{unknown}");
-    fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    fs::set_permissions(place.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     assert!(place.refusal(&["stat"]).contains("not yours alone, so it is not trusted: chmod 700"));
     // A run without a name needs no directory.
     assert!(place.call(&["run", "-q", "-m", "64M", "--", "/bin/true"]).status.success());
-    fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+    fs::set_permissions(place.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
     web.ends_well();
 }
 

@@ -1,7 +1,7 @@
 //! A refused command leaves nothing behind: no file, no group, no page moved. And what an ended command left is no obstacle.
 
 use crate::cli::{UZSWAP, agent_built, refused, start_python, uzswap};
-use crate::groups::Place;
+use crate::place::Place;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixListener;

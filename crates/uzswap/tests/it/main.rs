@@ -10,6 +10,7 @@ mod lab;
 mod leftovers;
 mod pagemap;
 mod pageout;
+mod place;
 mod protect;
 mod record;
 mod refusals;

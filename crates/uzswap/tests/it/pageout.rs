@@ -1,7 +1,7 @@
 //! Pages of a running program, paged out and in by `uzswap pagemap PID`.
 
 use crate::cli::{UZSWAP, start_python};
-use crate::groups::eventually;
+use crate::place::eventually;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output};

@@ -1,7 +1,7 @@
 //! Write-protect notification: `uzswap protect` and `uzswap::WriteWatch`.
 
 use crate::cli::{UZSWAP, start_python};
-use crate::groups::eventually;
+use crate::place::eventually;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};

@@ -3,7 +3,7 @@
 use crate::cli::{
     AGENT, UZSWAP, agent_built, copy, file, for_programs, refused, run, sentence, sentence_of, skip, uzswap,
 };
-use crate::groups::eventually;
+use crate::place::eventually;
 use assert_cmd::Command;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

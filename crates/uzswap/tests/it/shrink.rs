@@ -1,6 +1,6 @@
 //! When pools are full, all members of all groups below the full one write back, in turn.
 
-use crate::groups::{MIB, Member, Place, eventually, slack};
+use crate::place::{MIB, Member, Place, eventually, slack};
 use std::process::Command;
 
 const SWAP: [&str; 2] = ["--swap", "1G"];
