@@ -73,7 +73,7 @@ fn a_shared_region_keeps_each_limit_it_is_given() {
     assert!(charged <= LEAST * MIB && stats.poisoned == 0, "{charged}, {stats:?}");
 }
 
-/// And nobody is killed for it.
+/// Nobody is killed for it either, although the group is set to kill.
 #[test]
 fn what_does_not_compress_into_a_smaller_limit_is_told_and_kept() {
     let _alone = alone();

@@ -29,7 +29,6 @@ fn bytes(version: u64) -> Vec<u8> {
     (0..PAGES).flat_map(|page| (0..PAGE / 8).flat_map(move |i| content(page, i, version).to_ne_bytes())).collect()
 }
 
-/// The story: what a device wrote into a page that was evicted under it was lost.
 /// The story: when a connection with many pins ended, each was looked up in the list of all, and each of its pages in all the
 /// others.
 #[test]
@@ -58,6 +57,7 @@ fn many_pins_of_the_same_pages_end_together() {
     assert!(has(&other, 3, 1));
 }
 
+/// The story: what a device wrote into a page that was evicted under it was lost.
 #[test]
 fn what_comes_through_a_registered_buffer_is_there() {
     let mut file = tempfile();
