@@ -43,7 +43,7 @@ impl Source {
     /// description of the contents.
     ///
     /// # Errors
-    /// As there; when the file cannot be read again.
+    /// As [write](fn@write); when the file cannot be read again.
     pub fn made(dir: &Path, len: u64, python: Option<&Path>) -> Result<(Self, String), String> {
         let path = dir.join(format!("uzswap-lab-source-{}", std::process::id()));
         let made = write(&path, len, python).and_then(|holds| match Self::open(&path) {

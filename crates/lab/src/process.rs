@@ -75,7 +75,7 @@ pub struct Outcome {
     pub stderr: String,
     /// Seconds from before its start until after its end.
     pub seconds: f64,
-    /// The most anonymous memory that its process tree held at once, as sampled.
+    /// The most anonymous memory (bytes) that its process tree held at once, as sampled.
     pub peak_anon: u64,
     /// How often its memory was sampled.
     pub samples: u64,
