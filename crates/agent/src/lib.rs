@@ -11,12 +11,13 @@
 //! | memory that must not leave | `locked`, `lockall`, `pins` (devices), `lent` (pipes and sockets), `futexes`, `userfaults` |
 //! | threads | `threads`, `unwind` |
 //! | forks, and programs executed | `rawfork`, `program`, `environment` |
-//! | what ends its being managed | `leaving`, `users` |
+//! | what ends its being managed, or the process | `leaving`, `users`; `ends` |
 //!
 //! `heap` and `bytes` replace what libc would do.
 
 mod bytes;
 mod calls;
+mod ends;
 mod environment;
 mod futexes;
 mod heap;
@@ -129,6 +130,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         },
     )?;
     heap::init(layout.base);
+    ends::init();
     environment::init();
     rawfork::init();
     threads::init();
@@ -309,6 +311,7 @@ fn arena_limit(group: &GroupPage, node: usize) -> usize {
 }
 
 extern "C" fn fini() {
+    ends::noted();
     if let Some(p) = pager() {
         p.leave();
     }

@@ -5,15 +5,15 @@
 
 use crate::next::Next;
 use crate::{
-    after_fork, before_fork, calls, environment, fails, futexes, leaving, lent, lockall, pager, pins, populated, remap,
-    segments, threads, userfaults,
+    after_fork, before_fork, calls, ends, environment, fails, futexes, leaving, lent, lockall, pager, pins, populated,
+    remap, segments, threads, userfaults,
 };
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::discover::populate;
 use uzswap_pager::fork::HOOK_STACK;
 use uzswap_pager::frames::arena::PAGE;
-use uzswap_sys::{raw, sys};
+use uzswap_sys::{raw, sys, thread};
 
 static SYSCALL: Next = Next::new(c"syscall");
 static CLONE: Next = Next::new(c"clone");
@@ -110,6 +110,10 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
         _ if nr == libc::SYS_execveat => environment::start(a as c_int, b as _, d as _, |envp| unsafe {
             raw::syscall(nr, [a, b, c, envp as usize, e, f])
         }),
+        _ if nr == libc::SYS_exit_group => {
+            ends::noted();
+            thread::end_process(a as c_int)
+        }
         _ if nr == libc::SYS_mmap => {
             let call = calls::begin_one(nr, c, d);
             let flags = populated::flags_of_mmap(c as c_int, d as c_int) as usize;

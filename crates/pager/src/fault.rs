@@ -22,6 +22,7 @@
 //! not expected to be wanted: the touched page comes alone, and the block stays as the copy of all its pages.
 
 pub mod deliver;
+pub(crate) mod easing;
 pub(crate) mod handler;
 pub(crate) mod lost;
 pub(crate) mod pauses;

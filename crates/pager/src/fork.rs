@@ -221,6 +221,7 @@ impl Pager {
         self.signs.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
         self.signs.asleep.store(false, Relaxed);
+        self.ending.store(false, Relaxed);
         self.signs.owes.store(false, Relaxed);
         self.growth.looks_done.store(self.growth.looks_wanted.load(Relaxed), Relaxed);
         if engaged {

@@ -89,6 +89,8 @@ pub struct Pager {
     pub slot: AtomicUsize,
     /// Whether the process is ending and charges nothing any more.
     pub left: AtomicBool,
+    /// Whether it is about to end, or to execute another program: see `ends`.
+    pub(crate) ending: AtomicBool,
     /// Whether it leaves because it executes another program.
     pub executing: AtomicBool,
     /// The process of which a thread makes a call that starts another program; 0: none. (A vfork child has this memory, too.)
@@ -242,6 +244,7 @@ impl Pager {
             chain: Chain::of(group, node),
             slot: AtomicUsize::new(0),
             left: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
             executing: AtomicBool::new(false),
             starting: AtomicI32::new(0),
             forked: AtomicU32::new(0),

@@ -116,7 +116,6 @@ impl Pager {
         // SAFETY: a signal set of 8 bytes, ours. (The descriptor is in the ticker's own table.)
         let signals = unsafe { sys!(libc::SYS_signalfd4, -1isize, &raw const set, 8, libc::SFD_CLOEXEC) };
         self.files.signals.store(signals.map_or(-1, |fd| fd as i32), Release);
-        thread::wake_soon();
         let mut scans = Scans::default();
         let mut watch = Watch::default();
         loop {
@@ -217,6 +216,7 @@ impl Pager {
             scans.unknown_before = unknown.min(scans.unknown_before);
         }
         self.publish(&s);
+        self.start_wanted_helpers(&s);
         let excess = self.excess(&s);
         let wanted = self.reclaimer_is_wanted(&s, excess);
         s.placement.look(self.reclaimer.load(Relaxed), wanted);
@@ -273,6 +273,8 @@ pub(crate) fn pager(arg: usize) -> &'static Pager {
 /// The body of the ticker.
 pub extern "C" fn start(arg: usize) -> ! {
     let p = pager(arg);
+    // So do the threads that it starts.
+    thread::wake_soon();
     p.open_own_files();
     p.ticker_loop()
 }
@@ -280,6 +282,7 @@ pub extern "C" fn start(arg: usize) -> ! {
 /// The body of the ticker in a forked child whose parent was engaged.
 pub extern "C" fn start_in_child(arg: usize) -> ! {
     let p = pager(arg);
+    thread::wake_soon();
     p.open_own_files();
     let ok = p.rearm().is_ok();
     p.ready.store(if ok { 1 } else { 2 }, Release);

@@ -232,11 +232,12 @@ pub fn wake_on_time() {
     let _ = unsafe { sys!(libc::SYS_prctl, libc::PR_SET_TIMERSLACK, 1, 0, 0, 0) };
 }
 
-/// Asks that the calling thread, which does little work at a time, gets the CPU soon after it is woken: a slice of 100
-/// µs (`sched_setattr`, Linux 6.12; no effect elsewhere).
+/// Asks that the calling thread, which has normal policy and does little work at a time, gets the CPU soon after it is
+/// woken: a slice of 100 µs (`sched_setattr`, Linux 6.12; no effect elsewhere). It keeps it with idle policy.
 pub fn wake_soon() {
+    let Some(nice) = niceness() else { return };
     // struct sched_attr, first version: size and policy, flags, nice and priority, runtime, deadline, period.
-    let attr = [48u64, 0, 0, 100_000, 0, 0];
+    let attr = [48u64, 0, u64::from(nice as u32), 100_000, 0, 0];
     // SAFETY: a structure of ours.
     let _ = unsafe { sys!(libc::SYS_sched_setattr, 0, attr.as_ptr(), 0) };
 }
@@ -247,6 +248,19 @@ pub fn is_there(pid: i32, tid: i32) -> bool {
     // SAFETY: signal 0 is never sent; the call only checks whether it could be.
     let asked = unsafe { sys!(libc::SYS_tgkill, pid, tid, 0) };
     asked != Err(libc::ESRCH)
+}
+
+/// The calling thread's niceness.
+fn niceness() -> Option<i32> {
+    // SAFETY: numbers only. (The raw call returns 20 minus the niceness: 1 to 40.)
+    unsafe { sys!(libc::SYS_getpriority, libc::PRIO_PROCESS, 0) }.ok().map(|n| 20 - n as i32)
+}
+
+/// Whether a thread has the policy `SCHED_IDLE`. False if there is none of this number.
+pub fn has_idle_policy(tid: i32) -> bool {
+    // SAFETY: a number only.
+    let policy = unsafe { sys!(libc::SYS_sched_getscheduler, tid) };
+    policy.is_ok_and(|policy| policy as i32 & !libc::SCHED_RESET_ON_FORK == libc::SCHED_IDLE)
 }
 
 /// Sets a thread's scheduling policy to `SCHED_IDLE` or `SCHED_OTHER`.

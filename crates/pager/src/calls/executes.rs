@@ -22,6 +22,7 @@ impl Pager {
     /// A thread of the calling process is about to make a call that starts another program.
     pub fn starts_program(&self) {
         self.starting.store(thread::getpid(), Relaxed);
+        self.ends_others();
     }
 
     /// Whether a thread of this process is starting another program.
@@ -32,6 +33,7 @@ impl Pager {
     /// The program could not be executed.
     pub fn goes_on(&self) {
         self.starting.store(0, Relaxed);
+        self.does_not_end();
         if self.executing.load(SeqCst) && self.is_of_caller() && self.executing.swap(false, SeqCst) {
             self.me().ticker.store(self.ticker.load(Relaxed) as u32, Relaxed);
             self.me().engaged.store(u32::from(self.engaged.load(Relaxed)), Relaxed);

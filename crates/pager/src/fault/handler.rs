@@ -85,6 +85,8 @@ impl Pager {
         self.may_leave_idle.store(thread::may_leave_idle_policy(), Relaxed);
         begin_handler();
         thread::set_idle_policy(0, true);
+        self.signs.normal.store(false, SeqCst);
+        self.stays_normal_if_ending();
         let mut handler = Box::new(Handler::default());
         {
             let s = self.state.lock();
@@ -249,6 +251,7 @@ impl Handler {
             };
             let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
+            p.stays_normal_if_ending();
         }
         if r.protected && !own && p.has_kin() {
             let alone = p.is_alone(r.vpn as usize * PAGE);

@@ -18,6 +18,7 @@
 //! then `duty`; so a fork, which holds the pager's lock, finds `duty` free.
 
 use crate::fault::handler::{Handler, begin_handler};
+use crate::group::member::SIGNAL;
 use crate::pager::Pager;
 use crate::ticker::{LOOK_NS, pager};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
@@ -58,6 +59,8 @@ pub struct Signs {
     pub owes: AtomicBool,
     /// Whether the ticker is watching the handler.
     pub watched: AtomicBool,
+    /// Whether the handler has normal policy.
+    pub normal: AtomicBool,
 }
 
 /// How one handler takes over from another.
@@ -134,11 +137,32 @@ impl Pager {
         let handler = self.handler.load(Relaxed);
         if self.may_leave_idle.load(Relaxed) {
             thread::set_idle_policy(handler, false);
-        } else if self.relief.state.load(Relaxed) == NOBODY && !self.relieve(handler) {
+        } else if !self.is_relieved(handler) {
             return false;
         }
+        self.signs.normal.store(true, SeqCst);
         self.counters().handler_lifted.fetch_add(1, Relaxed);
         true
+    }
+
+    /// Has another thread take over from the handler, once that has finished its turn, unless one is about to. False when that is
+    /// not possible now.
+    pub(crate) fn is_relieved(&self, handler: i32) -> bool {
+        self.relief.state.load(Relaxed) != NOBODY || self.relieve(handler)
+    }
+
+    /// Wakes the handler that is to be relieved, which may sleep.
+    pub(crate) fn wake_former_handler(&self) {
+        let former = self.relief.former.load(Relaxed);
+        if former > 0 && self.relief.state.load(Relaxed) == WANTED {
+            thread::kill_thread(thread::getpid(), former, SIGNAL);
+        }
+    }
+
+    /// Whether a handler that was relieved has not ended yet, and has idle policy.
+    pub(crate) fn has_idle_former(&self) -> bool {
+        let former = self.relief.former.load(Relaxed);
+        former > 0 && thread::has_idle_policy(former)
     }
 
     fn relieve(&self, handler: i32) -> bool {
@@ -188,6 +212,9 @@ pub(crate) struct Watch {
 
 impl Watch {
     pub(crate) fn look_after_handler(&mut self, p: &Pager) {
+        if p.ending.load(SeqCst) {
+            p.ease_handler();
+        }
         if !p.signs.watched.load(Relaxed) {
             self.at = 0;
             return;
@@ -201,6 +228,7 @@ impl Watch {
         let used = thread::cpu_ns(handler);
         let before = core::mem::replace(&mut self.waited, thread::waited_ns(handler));
         if self.at == 0 {
+            self.lower(p);
             // A handler that was just woken has not run yet.
             (self.at, self.used, self.seen, self.late) = (now, used, p.signs.progress.load(Relaxed), false);
             return;
@@ -225,7 +253,6 @@ impl Watch {
         } else if self.lifted > 0 {
             self.lifted -= 1;
             if self.lifted == 0 {
-                thread::set_idle_policy(handler, true);
                 self.lowered_at = now;
             }
         }
@@ -235,7 +262,17 @@ impl Watch {
         self.quiet = if moved || !asleep { 0 } else { self.quiet + 1 };
         if self.quiet > 25 {
             self.quiet = 0;
+            p.ease_handler();
             p.signs.watched.store(false, SeqCst);
+        } else if self.quiet == 0 {
+            self.lower(p);
+        }
+    }
+
+    /// Gives the handler idle policy again, unless it is lifted.
+    fn lower(&self, p: &Pager) {
+        if self.lifted == 0 {
+            p.lower_handler();
         }
     }
 
@@ -297,7 +334,7 @@ impl Watch {
     fn lift(&mut self, p: &Pager, now: u64) {
         self.unclear = 0;
         if self.lifted == 0 {
-            if !p.lift_handler() {
+            if !p.signs.normal.load(Relaxed) && !p.lift_handler() {
                 return;
             }
             // Lifting costs nothing; relieving costs a thread, and delays its faults for a while.

@@ -20,7 +20,7 @@ use crate::pool::batch::{Batch, Outcome, Unit};
 use crate::pool::object;
 use crate::state::State;
 use crate::ticker;
-use core::sync::atomic::{AtomicI32, AtomicU32, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::*};
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 use uzswap_sys::crew::Crew;
 use uzswap_sys::lock::Lock;
@@ -85,6 +85,8 @@ pub struct CompressHelpers {
     pub(crate) tools: Lock<Vec<Tools>>,
     /// Their thread ids: 0 where there is none, -1 in the first when none could be started.
     tids: [AtomicI32; HELPERS_MOST],
+    /// Whether the ticker is to start them.
+    wanted: AtomicBool,
     /// How many more batches are compressed, and runs decompressed, by one thread alone.
     pub(crate) rest: AtomicU32,
 }
@@ -92,7 +94,13 @@ pub struct CompressHelpers {
 impl CompressHelpers {
     /// None yet.
     pub(crate) fn new() -> Self {
-        Self { crew: Crew::new(), tools: Lock::new(Vec::new()), tids: Default::default(), rest: AtomicU32::new(0) }
+        Self {
+            crew: Crew::new(),
+            tools: Lock::new(Vec::new()),
+            tids: Default::default(),
+            wanted: AtomicBool::new(false),
+            rest: AtomicU32::new(0),
+        }
     }
 }
 
@@ -136,7 +144,7 @@ impl Pager {
         if !self.helpers.crew.lead() {
             return false;
         }
-        self.start_helpers(s);
+        self.helpers.wanted.store(true, Relaxed);
         let mut tools = self.helpers.tools.lock();
         while tools.len() < HELPERS_MOST.min(self.helpers.crew.helpers()) {
             tools.push(Tools::new(s.new_compressor()));
@@ -158,9 +166,13 @@ impl Pager {
         self.helpers.crew.help();
     }
 
-    /// Starts a process's helpers, once. (A region's are there from its start.)
-    fn start_helpers(&self, s: &State) {
-        if self.own_frames || self.helpers.tids[0].load(Relaxed) != 0 {
+    /// Starts a process's helpers when the first batch is there, once. (A region's are there from its start.) Called by the ticker,
+    /// as threads inherit their creator's policy.
+    ///
+    /// The story: the handler started them, and they had its idle policy. On a busy machine they kept batches from being done, and
+    /// the process from ending.
+    pub(crate) fn start_wanted_helpers(&self, s: &State) {
+        if !self.helpers.wanted.load(Relaxed) || self.own_frames || self.helpers.tids[0].load(Relaxed) != 0 {
             return;
         }
         self.helpers.tids[0].store(-1, Relaxed);

@@ -1,0 +1,107 @@
+//! Sees to it that the process does not end late: threads of idle policy have normal policy again before it ends.
+//!
+//! When a process ends, or executes another program, the kernel ends its threads, and each must get a CPU for that. The last one
+//! also gives back the memory of all, some milliseconds of work for 50 MiB. On a busy machine that is a thread of idle policy, of
+//! which a CPU that four others want has 0.1 % to spare. So idle policy lasts only as long as it is worth something:
+//!
+//! | the process | its handler is normal |
+//! |---|---|
+//! | has had no fault for a while (so it is also when the process is killed then) | until the next fault |
+//! | is about to end | from then on |
+//! | is about to execute another program | from then on, or until that has failed |
+//!
+//! Where threads may not leave the idle policy, the handler is relieved (`watch`) in the first two cases. The thread that ends the
+//! process then waits for the relief, as the old handler must get the CPU either way: to hand over and end takes a hundredth of
+//! the work that it would have as the last one.
+
+use crate::pager::Pager;
+use core::sync::atomic::Ordering::*;
+use uzswap_sys::thread;
+
+/// How long a thread that ends the process waits at most for the handler to be relieved (nanoseconds).
+const ENDING_NS: u64 = 3_000_000_000;
+/// How often it looks, at first and at last.
+const LOOKS_NS: (u64, u64) = (50_000, 2_000_000);
+
+impl Pager {
+    /// The program is about to end the process.
+    pub fn ends(&self) {
+        if !self.all_normal() || self.may_leave_idle.load(Relaxed) {
+            return;
+        }
+        self.poke_ticker();
+        let handler = self.handler.load(Acquire);
+        let (until, mut nap) = (thread::now_ns() + ENDING_NS, LOOKS_NS.0);
+        while (thread::has_idle_policy(handler) || self.has_idle_former()) && thread::now_ns() < until {
+            thread::sleep_ns(nap);
+            nap = (nap * 2).min(LOOKS_NS.1);
+        }
+    }
+
+    /// A thread of the process is about to execute another program, for which the kernel ends all others.
+    pub(crate) fn ends_others(&self) {
+        self.all_normal();
+    }
+
+    /// Makes all threads of uzswap's normal ones if that is possible. False if there is nothing to do: another thread does it
+    /// already, memory is not managed, or the caller is a vfork child, in which this memory is its parent's.
+    fn all_normal(&self) -> bool {
+        if !self.engaged.load(Acquire) || !self.is_of_this_process() || self.ending.swap(true, SeqCst) {
+            return false;
+        }
+        if self.may_leave_idle.load(Relaxed) {
+            self.set_all_normal();
+        }
+        true
+    }
+
+    fn set_all_normal(&self) {
+        for tid in [self.handler.load(Acquire), self.reclaimer.load(Acquire)] {
+            if tid > 0 {
+                thread::set_idle_policy(tid, false);
+            }
+        }
+        self.signs.normal.store(true, SeqCst);
+    }
+
+    /// The program that was to be executed could not be.
+    pub(crate) fn does_not_end(&self) {
+        if self.ending.load(SeqCst) && self.is_of_this_process() {
+            // The ticker makes the handler idle again.
+            self.ending.store(false, SeqCst);
+        }
+    }
+
+    /// Makes the handler a normal thread, or starts another one in its place. Called by the ticker.
+    pub(crate) fn ease_handler(&self) {
+        if self.signs.normal.load(Relaxed) {
+            return;
+        }
+        let handler = self.handler.load(Relaxed);
+        if self.may_leave_idle.load(Relaxed) {
+            thread::set_idle_policy(handler, false);
+        } else if self.files.signals.load(Relaxed) >= 0 && self.is_relieved(handler) {
+            self.wake_former_handler();
+        } else {
+            return;
+        }
+        self.signs.normal.store(true, SeqCst);
+    }
+
+    /// Gives the handler idle policy again. Called by the ticker.
+    pub(crate) fn lower_handler(&self) {
+        if !self.signs.normal.load(Relaxed) || self.ending.load(SeqCst) {
+            return;
+        }
+        self.signs.normal.store(false, SeqCst);
+        thread::set_idle_policy(self.handler.load(Relaxed), true);
+        self.stays_normal_if_ending();
+    }
+
+    /// Called after a thread was given idle policy: the process may have begun to end meanwhile.
+    pub(crate) fn stays_normal_if_ending(&self) {
+        if self.ending.load(SeqCst) && self.may_leave_idle.load(Relaxed) {
+            self.set_all_normal();
+        }
+    }
+}
