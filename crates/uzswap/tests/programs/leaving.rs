@@ -93,7 +93,7 @@ fn a_server_that_gives_up_root_is_limited_by_threads_that_did_too() {
 const WITHOUT_NICE: [&str; 5] = ["--bounding-set", "-sys_nice", "--inh-caps", "-sys_nice", "--"];
 
 /// `subject` without CAP_SYS_NICE.
-fn without_nice(mut subject: Subject, setpriv: &Path) -> Subject {
+pub fn without_nice(mut subject: Subject, setpriv: &Path) -> Subject {
     subject.before.push(setpriv.into());
     subject.before.extend(WITHOUT_NICE.map(Into::into));
     subject

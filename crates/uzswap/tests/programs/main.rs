@@ -11,6 +11,7 @@ mod apart;
 mod cluster;
 mod debuggers;
 mod disk;
+mod ending;
 mod harness;
 mod hung;
 mod incompressible;
