@@ -179,8 +179,9 @@ impl Shrinker {
     pub fn freeable(&self, stored: usize, pool: usize, reads: &DiskReads) -> usize {
         let lru = match self.policy {
             Policy::Balanced | Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => reads.consume(stored),
-            // The same part of the pages as of the objects, since an object may have several pages.
-            Policy::Decaying => stored - stored * self.protected / self.queue.len().max(1),
+            // The same part of the pages as of the objects, since an object may have several pages. (Objects leave the
+            // list without a store or load, so that more may be protected than there are.)
+            Policy::Decaying => stored - stored * self.protected.min(self.queue.len()) / self.queue.len().max(1),
             Policy::Fifo => stored,
         };
         if stored == 0 { 0 } else { (lru as u128 * pool.min(stored) as u128 / stored as u128) as usize }
@@ -489,6 +490,22 @@ mod tests {
         let objects = protects(&s, 1000);
         assert!(objects > 100 && protects(&s, 4000) == 4 * objects, "{objects}");
         assert_eq!(protects(&Shrinker::new(Policy::Decaying), 4000), 0);
+    }
+
+    /// The story: a program dropped nearly all that was out, and its stale entries went from the list. More objects were
+    /// protected than were left, and what was freeable fell below zero: in a release build, to nearly 2^64 pages.
+    #[test]
+    fn old_policy_protects_no_more_than_there_is() {
+        let (mut s, reads) = (filled(Policy::Decaying, LEAST_PRUNE), DiskReads::new());
+        (0..LEAST_PRUNE / 2).for_each(|_| s.loaded());
+        s.prune(|e| e.handle % 8 == 0);
+        let left = s.len();
+        assert_eq!((left, s.freeable(left, left, &reads)), (LEAST_PRUNE / 8, 0));
+        s.press(100, 1000, left, left, &reads);
+        assert_eq!(s.due(), 0);
+        // Each store lets it decay.
+        (0..64).for_each(|_| s.stored(Entry { vpn: 0, handle: 0 }));
+        assert!(s.freeable(s.len(), s.len(), &reads) >= s.len() / 4 * 3);
     }
 
     /// The old heuristic exactly: each store and load protects one more, up to a quarter of the list; beyond that a
