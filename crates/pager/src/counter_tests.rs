@@ -125,6 +125,31 @@ fn a_fault_without_frames_or_room_reclaims_directly() {
     s.rss = rss;
 }
 
+/// The story: a block that came whole, as a copy since there was no free frame, counted as one that had fallen back, and so did its
+/// folio. Far below its limit that was each fault of a program: 36 of 36 that read 16 MiB.
+#[test]
+fn b2_a_block_that_comes_whole_has_not_fallen_back() {
+    let p = testing::pager(LIMIT);
+    let s = &mut *p.state.lock();
+    let first = (testing::memory(p, 16) / PAGE) as u64 / 4 * 4 + 4;
+    let counts = |p: &Pager| {
+        let f = &p.counters().folios;
+        let order = &f.orders[0];
+        [&order.anon_fault_alloc, &order.anon_fault_fallback, &f.block_fallback, &f.block_fallback_single]
+            .map(|c| c.load(Relaxed))
+    };
+    let serve = |s: &mut State, vpn| {
+        testing::store(s, vpn, 2, 0, testing::words);
+        assert!(p.serve(s, Request { vpn, write: false, protected: false }).is_ok());
+        (vpn..vpn + 4).filter(|vpn| s.pt.get(*vpn).tag() == Tag::Resident).count()
+    };
+    assert_eq!(s.zone.free_slots(uzswap_mm::zone::Kind::Frame), 0);
+    assert_eq!((serve(s, first), counts(p)), (4, [1, 0, 0, 0]));
+    // Without room for four pages at once it falls back.
+    p.group.faults.set("charge=1/1", 1).unwrap();
+    assert_eq!((serve(s, first + 8), counts(p)), (1, [1, 1, 1, 1]));
+}
+
 /// Reclaims count for the limit that asked for them, in its group and in all above: `memory.high` is exceeded, or `memory.max` is
 /// about to be.
 #[test]

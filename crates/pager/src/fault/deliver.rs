@@ -48,8 +48,8 @@ pub(crate) struct Delivery {
     /// Order of the largest folio mapped in one piece, and of the largest wanted.
     largest: u8,
     wanted: u8,
-    /// Whether contiguous frames were wanted but not available: in any piece, in the current piece, and in one with pages of a
-    /// block.
+    /// Whether less came in one piece than was wanted, for want of contiguous frames or room: in any piece, in the current piece,
+    /// and in one with pages of a block.
     missed: bool,
     misses: bool,
     block_missed: bool,
@@ -255,29 +255,34 @@ impl Pager {
         let got = frames.map_or(0, |(_, o)| o);
         d.wanted = d.wanted.max(order);
         d.misses = got < order;
-        d.missed |= d.misses;
         if got < order && folios.fallback_off.load(Relaxed) != 0 {
             // The lab's comparison: the touched page, and a fault for each of the others.
             if let Some((slot, o)) = frames {
                 s.zone.free(Kind::Frame, slot, o);
             }
             d.only_touched = true;
+            d.missed |= d.misses;
             return if vpn == d.r.vpn { (s.zone.alloc_up_to(Kind::Frame, 0), 1) } else { (None, 0) };
         }
-        if frames.is_some() {
-            return (frames, 1 << got);
-        }
-        let n = (1usize << order).min(BLOCK_PAGES);
+        let n = match frames {
+            Some(_) => 1 << got,
+            None => self.copied_for(s, vpn, (1 << order).min(BLOCK_PAGES), d),
+        };
+        // Pages that are copied come as one folio, too.
+        d.misses = order > 0 && n < 1 << order;
+        d.missed |= d.misses;
+        (frames, n)
+    }
+
+    /// How many of up to `n` pages from `vpn` on may come as copies, which takes memory from the kernel.
+    fn copied_for(&self, s: &State, vpn: u64, n: usize, d: &Delivery) -> usize {
         if self.may_charge(s, n) {
-            return (None, n);
+            return n;
         }
         match self.leave_as_much(s, vpn, n) {
-            0 | 1 => {}
-            n => return (None, n),
+            0 | 1 => usize::from(vpn == d.r.vpn || self.may_charge(s, 1)),
+            n => n,
         }
-        d.misses |= n > 1;
-        d.missed |= n > 1;
-        (None, usize::from(vpn == d.r.vpn || self.may_charge(s, 1)))
     }
 
     /// Whether `n` more pages may be taken from the kernel.
