@@ -29,6 +29,8 @@ use std::collections::VecDeque;
 const PASSING_PAGES: usize = 512;
 /// The passing pages that stay are at most this part (one in so many) of inactive and active together.
 const PASSING_PART: usize = 8;
+/// Entries for which a list that is cleared keeps room.
+const LEAST_KEPT: usize = 512;
 /// Active is at most this many times as large as inactive.
 const ACTIVE_RATIO: usize = 3;
 
@@ -122,6 +124,12 @@ impl Ring {
         self.queue.retain(|e| keep(*e));
         self.pages = self.queue.iter().map(|e| 1usize << e.order()).sum();
         self.queue.shrink_to_fit();
+    }
+    /// Drops all entries, and most of the memory that many of them took.
+    pub fn clear(&mut self) {
+        self.queue.clear();
+        self.queue.shrink_to(LEAST_KEPT);
+        self.pages = 0;
     }
     /// Bytes that the list itself takes.
     pub fn metadata_bytes(&self) -> usize {
