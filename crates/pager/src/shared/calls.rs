@@ -320,9 +320,6 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
         // anew.
         m.wake(from, to);
     }
-    for f in e.forks.iter_mut().filter(|f| which == ALL || f.parent == which) {
-        f.markers[from as usize..to as usize].iter_mut().for_each(|byte| *byte &= !WRITE_PROTECTED);
-    }
 }
 
 /// Waits for a write to a page that this connection protected, as long as its other end exists.
@@ -347,7 +344,11 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &Owne
     }
 }
 
-/// A process is about to fork: stores what its child will inherit until the child asks for it.
+/// A process is about to fork: stores what its child will inherit until the child asks for it. Of write-protection the child has
+/// what holds in every mapping by then.
+///
+/// The story: it also inherited what was asked for its parent's mapping alone. Its writers waited for ever, as the client, who knew
+/// only the parent's number, could not release them.
 fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     let (token, pages) = (e.next_id, e.pages);
     e.next_id += 1;
@@ -355,12 +356,12 @@ fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     e.settle(0, pages);
     let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
     let map = m.markers.map();
-    let markers = (0..pages).map(|p| map.get(p).0).collect();
+    let markers = (0..pages).map(|p| map.get(p).0 & !WRITE_PROTECTED).collect();
     let tracking = m.markers.tracking();
     if e.forks.len() == MOST_FORKS {
         e.forks.pop_front();
     }
-    e.forks.push_back(Fork { token, parent: id, tracking, markers });
+    e.forks.push_back(Fork { token, tracking, markers });
     Ok(token)
 }
 

@@ -54,11 +54,9 @@ pub(super) struct Watch {
 pub(super) struct Fork {
     /// The token that the child presents.
     pub token: u64,
-    /// The parent's mapping.
-    pub parent: u64,
     /// Whether its soft-dirty bits are meaningful.
     pub tracking: bool,
-    /// Its markers, a byte a page. A removal or unprotection before the child asks changes them here, too.
+    /// Its markers, a byte a page, without write-protection. A removal before the child asks changes them here, too.
     pub markers: Vec<u8>,
 }
 

@@ -419,7 +419,7 @@ impl SharedControl {
         self.call(&[op::INJECT, what, n]).map(drop)
     }
 
-    /// Write-protects a range in every mapping, those made later included, or in the mapping with number `mapping`. Threads that
+    /// Write-protects a range in every mapping, those made later included, or only in the mapping with number `mapping`. Threads that
     /// write to it wait until [`SharedControl::unprotect`], and [`SharedControl::next_write`] reports them. One connection of a
     /// region can do that at a time. When the connection ends so does the protection.
     ///

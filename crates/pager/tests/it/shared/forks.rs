@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use uzswap_pager::region::{Options, Region};
 use uzswap_pager::shared::SharedControl;
@@ -49,6 +50,7 @@ pub fn be(role: &str, path: &Path, number: usize) -> bool {
         "fork-region" => fork_region(),
         "fork-watching" => fork_watching(path),
         "fork-late" => fork_late(path),
+        "fork-protected" => fork_protected(path),
         "fork-served" => fork_served(path),
         _ => return false,
     }
@@ -336,4 +338,44 @@ fn fork_served(path: &Path) {
 fn a_child_of_an_owner_has_what_was_mapped_before_it_was_served() {
     let error = works("fork-served", &socket_path("fork-served"), 0);
     assert!(error.is_empty(), "{error}");
+}
+
+fn fork_protected(path: &Path) {
+    let m = SharedMapping::attach(path).unwrap();
+    (0..4).for_each(|page| write(&m, page, 50));
+    let client = SharedControl::connect(path).unwrap();
+    let (own, end) = (Some(m.id()), AtomicBool::new(false));
+    client.protect(0..2 * PAGE, own).unwrap();
+    // What is protected in every mapping is so in a child's.
+    client.protect(at(3), None).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !end.load(Relaxed) {
+                if let Some(byte) = client.next_write(Duration::from_millis(20)).unwrap() {
+                    let whose = if byte == 3 * PAGE { None } else { own };
+                    client.unprotect(byte..byte + PAGE, whose).unwrap();
+                }
+            }
+        });
+        let well = in_child(|| {
+            let map = m.page_map();
+            let protected: Vec<u64> = (0..4).filter(|p| map.get(*p).write_protected()).collect();
+            (0..4).for_each(|page| write(&m, page, 70));
+            protected == [3]
+        });
+        let still = (0..2).all(|page| m.page_map().get(page).write_protected());
+        end.store(true, Relaxed);
+        assert!(well && still, "{well}, {still}");
+    });
+    say("well");
+}
+
+/// The story: a child inherited the protection that a client had asked for its parent's mapping alone. The client could not end it,
+/// as it did not know the child's mapping, and the child's write waited for ever.
+#[test]
+fn a_child_is_not_protected_for_whom_its_parent_is() {
+    let path = socket_path("fork-protected");
+    let region = region(4 * MIB, 8 * MIB);
+    region.serve(&path).unwrap();
+    works("fork-protected", &path, 0);
 }
