@@ -278,7 +278,7 @@ pub struct Protected {
 /// A thread that writes to a protected page waits until the page is released. Paging out and in keeps the protection, and
 /// `mremap` takes it along. Memory whose contents are dropped loses it. Memory that was never touched (it holds zeros) and the
 /// process's forked children are not protected. The protection ends with this value, or with the client process that has it: all
-/// writers that wait then go on. A process has one client at a time.
+/// writers that wait then go on. A process has one client at a time. (A child that the client forks is none: its calls fail.)
 pub struct WriteWatch {
     member: Member,
     me: Identity,
@@ -357,8 +357,16 @@ impl WriteWatch {
         }
     }
 
+    /// Whether this is the process that watches, not a child that it has forked.
+    fn is_own(&self) -> bool {
+        std::process::id() == self.me.pid()
+    }
+
     /// Checks that the process still exists and runs the program that is watched.
     fn is_there(&self) -> io::Result<()> {
+        if !self.is_own() {
+            return Err(io::Error::other("a forked child has no part in its parent's watch: it makes one of its own"));
+        }
         let (slot, pid) = (self.member.slot(), self.member.pid());
         if slot.owner() != Some(self.member.identity) || self.member.identity.is_dead() {
             return Err(io::Error::other(format!("process {pid} has ended")));
@@ -370,8 +378,13 @@ impl WriteWatch {
     }
 }
 
+/// The story: a client forked a child, which dropped its copy of the watch. All protection ended, and the client was told of
+/// nothing any more.
 impl Drop for WriteWatch {
     fn drop(&mut self) {
+        if !self.is_own() {
+            return;
+        }
         self.member.slot().watch.holder.give_up(self.me);
         wake_member(self.member.slot(), false);
     }

@@ -343,3 +343,31 @@ fn what_cannot_be_protected_is_said() {
         assert!(!refused.status.success() && text.contains(part) && text.lines().count() == 1, "{text}");
     }
 }
+
+/// See `WriteWatch`'s drop.
+#[test]
+fn a_clients_forked_child_ends_nothing() {
+    let Some(mut p) = Program::start(&["--track-writes"]) else { return };
+    let watch = WriteWatch::of(p.pid).unwrap();
+    assert_eq!(watch.protect(p.all()).unwrap().pages, 100);
+    let mut watch = Some(watch);
+    // SAFETY: the child makes few calls, and leaves without the harness.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = watch.as_ref().is_some_and(|watch| watch.next_write(Duration::ZERO).is_err());
+        drop(watch.take());
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(i32::from(!refused)) };
+    }
+    let mut status = -1;
+    // SAFETY: a child of ours; its status is written.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "it was served as the client");
+    let watch = watch.unwrap();
+    p.tell("late 5");
+    assert_eq!(watch.next_write(LONG).unwrap(), Some(p.page(5)));
+    assert_eq!(p.byte(p.page(5) + 5), 0, "the writer waits");
+    assert_eq!(watch.release(p.all()).unwrap(), 100);
+    assert_eq!(p.says("late"), 5);
+    p.end();
+}
