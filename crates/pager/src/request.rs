@@ -74,7 +74,7 @@ pub struct Moved {
     /// [`Op::Protect`] those that are protected, and for [`Op::Release`] those that were.
     pub pages: u64,
     /// Pages that should have left but are in memory: used again at once, locked, or in use by a device. For [`Op::Protect`]
-    /// those that can be written to anyway.
+    /// those that can be written to anyway, for [`Op::Clean`] those whose bits could not be cleared just then.
     pub stayed: u64,
 }
 
@@ -300,9 +300,13 @@ impl Pager {
         }
     }
 
+    /// Clears soft-dirty bits. Without a map that remembers which, it clears none.
+    ///
+    /// The story: in a process that may have no more descriptors (`ulimit -n`), address space or files as large, bits were
+    /// cleared all the same, and nothing said of which pages. A client that copies those pages missed all writes.
     fn clean(&self, work: &Work) {
         let (mut at, mut tries) = (work.from, 0);
-        // The map remembers what was cleared, until bits are cleared again. (Not where there is no address space for it.)
+        // The map remembers what was cleared, until bits are cleared again.
         let map = MapFile::create(MapKind::Cleared, 0, ADDRESS_SPACE_PAGES, 0).ok();
         let mut cleared = 0;
         loop {
@@ -312,17 +316,16 @@ impl Pager {
                 map.iter().for_each(|map| map.writer().set(vpn, PageState(SOFT_DIRTY)));
                 cleared += 1;
             };
-            if self.clear_soft_dirty(&mut s, start, end, was).is_err() {
+            let done = map.is_some() && self.clear_soft_dirty(&mut s, start, end, was).is_ok();
+            if !done && map.is_some() && tries < EVENT_TRIES {
                 drop(s);
                 tries += 1;
-                if tries == EVENT_TRIES {
-                    break;
-                }
                 thread::sleep_ns(PAUSE_NS);
                 continue;
             }
             let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
-            work.r.tell(known, core::mem::take(&mut cleared), 0);
+            let dirty = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None && !s.pt.is_clean(*vpn)).count();
+            work.r.tell(known, core::mem::take(&mut cleared), if done { 0 } else { dirty });
             (at, tries) = (end, 0);
         }
         let before = core::mem::replace(&mut self.state.lock().cleared, map);

@@ -167,9 +167,21 @@ fn act_on_process(asked: &Asked<Range<u64>>, pid: u32) -> Result<(), String> {
     }
     if let Some(range) = &asked.clean {
         let cleared = uzswap::process::ask(pid, Op::Clean, range.clone())?;
-        say!("uzswap: {} had been written to", human(cleared.pages * PAGE));
+        let stay = match cleared.stayed {
+            0 => String::new(),
+            n if cleared.pages == 0 => return Err(not_cleared(pid, n)),
+            n => format!("; the bits of {} could not be cleared just now", human(n * PAGE)),
+        };
+        say!("uzswap: {} had been written to{stay}", human(cleared.pages * PAGE));
     }
     Ok(())
+}
+
+fn not_cleared(pid: u32, pages: u64) -> String {
+    format!(
+        "the soft-dirty bits of {} of process {pid} could not be cleared: it must be allowed one more descriptor, a file of 32 GiB and as much address space (`ulimit -n`, `-f`, `-v`) to remember which they are",
+        human(pages * PAGE)
+    )
 }
 
 /// Parses `all`, or `FROM..TO` as sizes.

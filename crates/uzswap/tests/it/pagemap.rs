@@ -244,6 +244,45 @@ fn what_a_program_has_written_to_is_shown_and_cleared() {
     assert!(run.wait().unwrap().success());
 }
 
+/// Sets what a process may have at most of something.
+fn let_have(pid: i32, what: libc::__rlimit_resource_t, most: Option<u64>) -> Option<u64> {
+    let mut was = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: structures of ours.
+    assert_eq!(unsafe { libc::prlimit(pid, what, std::ptr::null(), &raw mut was) }, 0);
+    let wanted = libc::rlimit { rlim_cur: most.unwrap_or(was.rlim_max), ..was };
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::prlimit(pid, what, &raw const wanted, std::ptr::null_mut()) }, 0);
+    Some(was.rlim_cur)
+}
+
+/// The story: bits were cleared in a process that could not remember which, and a client that copied those pages missed writes.
+#[test]
+fn no_bit_is_cleared_where_nothing_can_remember_which() {
+    let Some(mut run) = start_python(&["--track-writes", "--memory", "256M"], WRITER) else { return };
+    let (mut to, mut lines) = (run.stdin.take().unwrap(), BufReader::new(run.stdout.take().unwrap()).lines());
+    let line = lines.next().unwrap().unwrap();
+    let (pid, first) = line.split_once(' ').unwrap();
+    let (number, first): (i32, u64) = (pid.parse().unwrap(), first.parse().unwrap());
+    let bytes = format!("{:x}-{:x}", first * 4096, (first + 100) * 4096);
+    json(&[pid, "--clear-soft-dirty", "--json"]);
+    for what in [libc::RLIMIT_NOFILE, libc::RLIMIT_FSIZE] {
+        to.write_all(b"write\n").unwrap();
+        assert_eq!(lines.next().unwrap().unwrap(), "written");
+        let was = let_have(number, what, Some(0));
+        let refused = pagemap(&[pid, "--clear-soft-dirty", &bytes, "--json"]);
+        let_have(number, what, was);
+        let text = String::from_utf8(refused.stderr).unwrap();
+        assert!(!refused.status.success() && refused.stdout.is_empty(), "{text}");
+        assert!(text.contains("12 KiB of process") && text.contains("`ulimit -n`"), "{text}");
+        assert_eq!(text.lines().count(), 1, "{text}");
+        let cleared = json(&[pid, "--clear-soft-dirty", &bytes, "--json"])[0]["cleared"].clone();
+        let runs = cleared.as_array().unwrap().iter().map(|r| r["from"].as_u64().unwrap()..r["to"].as_u64().unwrap());
+        assert_eq!(runs.flatten().map(|page| page - first).collect::<Vec<_>>(), [3, 50, 70], "{cleared}");
+    }
+    drop(to);
+    assert!(run.wait().unwrap().success());
+}
+
 #[test]
 fn what_is_not_kept_is_not_shown() {
     crate::cli::agent_built();
