@@ -139,6 +139,12 @@ impl Marks {
     }
 }
 
+/// The pages of `[from, to)` about which anything is known: untouched ones are not looked at, as a region may have billions.
+fn known(s: &State, from: u64, to: u64) -> impl Iterator<Item = u64> {
+    let next = move |from: u64| s.pt.next_used(from).filter(|vpn| *vpn < to);
+    core::iter::successors(next(from), move |vpn| next(vpn + 1)).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None)
+}
+
 impl Pager {
     /// Notes a write to a page, if its marker asks for it.
     pub(crate) fn note_write(&self, s: &mut State, marks: &Marks, vpn: u64) -> Write {
@@ -186,16 +192,15 @@ impl Pager {
     pub(crate) fn take_soft_dirty(&self, marks: &Marks, from: u64, to: u64) -> Result<Vec<u64>, Errno> {
         let s = self.state.lock();
         self.write_protect(from, to, true)?;
-        let map = marks.map.map();
-        let known = |vpn: &u64| s.pt.get(*vpn).tag() != Tag::None;
+        let map = marks.map.writer();
         if !marks.map.tracking() {
             // Until now everything counted as written. (A page that nobody has touched was not written, and is noted when it is.)
-            (marks.first..marks.first + map.pages()).filter(known).for_each(|vpn| marks.change(vpn, SOFT_DIRTY, 0));
+            known(&s, marks.first, marks.first + map.pages()).for_each(|vpn| marks.change(vpn, SOFT_DIRTY, 0));
             marks.map.set_tracking(true);
         }
-        let pages = (from..to).filter(known).map(|vpn| vpn - marks.first);
-        let dirty = pages.filter(|page| map.get(*page).soft_dirty()).collect();
-        (from..to).for_each(|vpn| marks.change(vpn, 0, SOFT_DIRTY));
+        let pages = known(&s, from, to).map(|vpn| vpn - marks.first);
+        let dirty: Vec<u64> = pages.filter(|page| map.get(*page).soft_dirty()).collect();
+        dirty.iter().for_each(|page| map.change(*page, 0, SOFT_DIRTY));
         Ok(dirty)
     }
 
@@ -234,20 +239,23 @@ impl Pager {
         change: impl Fn(PageState) -> PageState,
     ) -> Result<(), Errno> {
         let map = marks.map.writer();
-        for page in from - marks.first..to - marks.first {
-            let (old, new) = (map.get(page), change(map.get(page)));
-            if old != new {
-                map.set(page, new);
-            }
-        }
         let mut result = Ok(());
-        let mut at = from;
-        while at < to {
-            let (n, protect) = marks.alike(at, (to - at) as usize);
-            if !protect {
-                result = result.and(self.write_protect(at, at + n as u64, false));
+        // Pages without a marker are as they shall be.
+        for (start, end) in marks.map.written_within(from - marks.first, to - marks.first) {
+            for page in start..end {
+                let (old, new) = (map.get(page), change(map.get(page)));
+                if old != new {
+                    map.set(page, new);
+                }
             }
-            at += n as u64;
+            let (mut at, end) = (marks.first + start, marks.first + end);
+            while at < end {
+                let (n, protect) = marks.alike(at, (end - at) as usize);
+                if !protect {
+                    result = result.and(self.write_protect(at, at + n as u64, false));
+                }
+                at += n as u64;
+            }
         }
         marks.queue.lock().retain(|vpn| !(from..to).contains(vpn));
         marks.freed.fetch_add(1, Release);

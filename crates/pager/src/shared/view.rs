@@ -77,15 +77,36 @@ impl View {
     /// The runs of pages that a query finds.
     #[must_use]
     pub fn runs(&self, query: Query) -> Vec<Run> {
-        let mut runs = Vec::new();
-        self.map().scan(0, self.pages(), query, |run| runs.push(run));
+        let (map, mut runs, mut at) = (self.map(), Vec::<Run>::new(), 0);
+        let mut add = |run: Run| match runs.last_mut() {
+            Some(last) if last.to == run.from && last.state == run.state => last.to = run.to,
+            _ => runs.push(run),
+        };
+        for (from, to) in self.parts().into_iter().chain([(self.pages(), self.pages())]) {
+            // Of the pages between two parts nothing is known.
+            if at < from && query.finds(0) {
+                add(Run { from: at, to: from, state: PageState(query.inverted & query.report) });
+            }
+            map.scan(from, to, query, &mut add);
+            at = to;
+        }
         runs
     }
 
     /// Pages by state.
     #[must_use]
     pub fn summary(&self) -> Summary {
-        self.map().summary(0, self.pages())
+        let (map, mut sum) = (self.map(), Summary::default());
+        for (from, to) in self.parts() {
+            map.scan(from, to, Query::EVERYTHING, |run| sum.add(run.state, run.to - run.from));
+        }
+        sum.add(PageState::default(), self.pages() - sum.pages);
+        sum
+    }
+
+    /// The parts of the map that may say anything.
+    fn parts(&self) -> Vec<(u64, u64)> {
+        self.map.parts(self.markers.as_deref())
     }
 
     /// The limit of the region (bytes).

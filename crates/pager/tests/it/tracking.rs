@@ -248,3 +248,38 @@ fn idle_pages_of_a_region_go_and_used_ones_stay() {
     assert_eq!(region.page_in(0..4 * MIB) as u64, 256 - back);
     assert!((0..256).all(|page| word(&region, page).load(Relaxed) == page as u64 + 1));
 }
+
+/// Memory that the maps of a region of that many pages take (bytes).
+fn maps_take(pages: usize) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let entries = std::fs::read_dir("/proc/self/fd").unwrap().flatten().map(|e| e.path());
+    let maps = entries
+        .filter(|path| std::fs::read_link(path).is_ok_and(|to| to.starts_with("/memfd:uzswap-pagemap (deleted)")));
+    let of_region = maps.filter_map(|path| std::fs::metadata(path).ok()).filter(|m| m.len() == (PAGE + pages) as u64);
+    of_region.map(|m| m.blocks() * 512).sum()
+}
+
+/// The story: who asked for the states of a large region's pages, cleared its bits or ended a watch read the map of all its pages,
+/// touched or not, and each part that was read took memory from then on. The lock was held for seconds meanwhile.
+#[test]
+fn pages_that_nobody_has_touched_take_no_memory_in_the_map() {
+    const PAGES: usize = 7 << 26;
+    let region = region(PAGES * PAGE, 8 * MIB);
+    let touched = [3, PAGES / 2 + 1, PAGES - 1];
+    touched.iter().for_each(|page| word(&region, *page).store(1, Relaxed));
+    let map = region.page_map().unwrap();
+    assert_eq!((map.summary().present, map.summary().soft_dirty, map.summary().pages), (3, 3, PAGES as u64));
+    let all = 0..region.len();
+    let as_numbers: Vec<u64> = touched.iter().map(|page| *page as u64).collect();
+    assert_eq!(region.take_soft_dirty(all.clone()).unwrap(), as_numbers);
+    word(&region, PAGES - 1).store(2, Relaxed);
+    assert_eq!(region.take_soft_dirty(all.clone()).unwrap(), as_numbers[2..]);
+    drop(region.watch_writes().unwrap());
+    let unknown = Query { inverted: PRESENT, all: PRESENT, any: 0, report: PRESENT };
+    let runs: Vec<_> = map.runs(unknown).into_iter().map(|r| (r.from, r.to)).collect();
+    assert_eq!(runs, [(0, 3), (4, as_numbers[1]), (as_numbers[1] + 1, as_numbers[2])]);
+    assert_eq!(map.runs(Query::having(PRESENT)).len(), 3);
+    region.remove(all);
+    assert_eq!(map.summary().present, 0);
+    assert!(maps_take(PAGES) < MIB as u64, "{}", maps_take(PAGES));
+}

@@ -171,11 +171,8 @@ fn describe(pid: u32, map: MapFile, markers: &mut Vec<MapFile>) -> Option<Found>
         Kind::Shared => format!("shared region known to process {pid}"),
         Kind::Markers | Kind::Cleared => return None,
     };
-    let parts = match map.kind()? {
-        Kind::Process => map.written_ranges().into_iter().map(|(from, to)| Part { from, to }).collect(),
-        _ => vec![Part { from: 0, to: map.pages() }],
-    };
     let own = |m: &MapFile| map.kind() == Some(Kind::Region) && (m.base(), m.pages()) == (base, map.pages());
     let own = markers.iter().position(own).map(|i| markers.swap_remove(i));
+    let parts = map.parts(own.as_ref()).into_iter().map(|(from, to)| Part { from, to }).collect();
     Some(Found { what, base, map: Source::Own(map, own), parts, cleared: Vec::new() })
 }

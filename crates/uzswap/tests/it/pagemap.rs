@@ -244,6 +244,23 @@ fn what_a_program_has_written_to_is_shown_and_cleared() {
     assert!(run.wait().unwrap().success());
 }
 
+/// The story: a look at a region of 2 TiB, of which a page was touched, took half a gigabyte until the region ended.
+#[test]
+fn a_look_at_a_large_region_takes_no_memory() {
+    use std::os::unix::fs::MetadataExt;
+    let _alone = WITH_REGIONS.lock().unwrap_or_else(|e| e.into_inner());
+    const PAGES: u64 = 5 << 26;
+    let region = Region::new(PAGES as usize * 4096, &Options { track_writes: true, ..Options::new(8 << 20) }).unwrap();
+    // SAFETY: within the region, which nobody else uses.
+    unsafe { region.as_mut_ptr().write_volatile(1) };
+    let found = json(&[&std::process::id().to_string(), "--json", "--runs"]);
+    let found = found.as_array().unwrap().iter().find(|f| f["pages"] == PAGES).unwrap();
+    assert_eq!((&found["present"], &found["runs"][0]["to"]), (&1.into(), &1.into()), "{found}");
+    let files = std::fs::read_dir("/proc/self/fd").unwrap().flatten().filter_map(|e| std::fs::metadata(e.path()).ok());
+    let taken: u64 = files.filter(|m| m.len() == PAGES + 4096).map(|m| m.blocks() * 512).sum();
+    assert!(taken > 0 && taken < 1 << 20, "{taken}");
+}
+
 /// Sets what a process may have at most of something.
 fn let_have(pid: i32, what: libc::__rlimit_resource_t, most: Option<u64>) -> Option<u64> {
     let mut was = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
