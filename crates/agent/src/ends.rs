@@ -1,12 +1,12 @@
-//! Notices that the program is about to end its process, whose threads must not end late (`uzswap_pager::fault::easing`).
+//! Notices that the process is about to end, so that uzswap's threads do not hold it up (`uzswap_pager::fault::easing`).
 //!
-//! | the program | is seen in |
+//! | the program | noticed by |
 //! |---|---|
 //! | returns from `main`, calls `exit`, ends its last thread | the agent's destructor |
 //! | calls `quick_exit` | a function registered with it |
 //! | calls `_exit`, `_Exit`, or `exit_group` by libc's `syscall` | the functions here, and `rawfork` |
 //!
-//! It cannot be seen that a signal kills the process, or that the program makes the call with instructions of its own.
+//! It cannot notice that a signal kills the process, or that the program makes the call with instructions of its own.
 
 use crate::next::Next;
 use crate::pager;
@@ -20,7 +20,7 @@ unsafe extern "C" {
     fn __cxa_at_quick_exit(f: extern "C" fn(*mut c_void), of: *const c_void) -> c_int;
 }
 
-/// Called in the constructor: what is registered first is called last.
+/// Called in the constructor: the function registered first is called last.
 pub fn init() {
     EXIT.find();
     EXIT_C.find();
@@ -41,7 +41,7 @@ pub fn noted() {
 
 macro_rules! interpose_exit {
     ($name:ident, $next:ident) => {
-        /// Replaces the function of this name, and goes on with it: a leak sanitizer's may change the status.
+        /// Replaces the function of this name, and calls the next one: a leak sanitizer's may change the status.
         #[unsafe(no_mangle)]
         pub extern "C" fn $name(status: c_int) -> ! {
             type Real = unsafe extern "C" fn(c_int) -> !;

@@ -89,7 +89,7 @@ pub struct Pager {
     pub slot: AtomicUsize,
     /// Whether the process is ending and charges nothing any more.
     pub left: AtomicBool,
-    /// Whether it is about to end, or to execute another program: see `ends`.
+    /// Whether it is about to end, or to execute another program: see `fault::easing`.
     pub(crate) ending: AtomicBool,
     /// Whether it leaves because it executes another program.
     pub executing: AtomicBool,

@@ -273,7 +273,7 @@ pub(crate) fn pager(arg: usize) -> &'static Pager {
 /// The body of the ticker.
 pub extern "C" fn start(arg: usize) -> ! {
     let p = pager(arg);
-    // So do the threads that it starts.
+    // The threads that it starts inherit this.
     thread::wake_soon();
     p.open_own_files();
     p.ticker_loop()

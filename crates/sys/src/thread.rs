@@ -233,7 +233,8 @@ pub fn wake_on_time() {
 }
 
 /// Asks that the calling thread, which has normal policy and does little work at a time, gets the CPU soon after it is
-/// woken: a slice of 100 µs (`sched_setattr`, Linux 6.12; no effect elsewhere). It keeps it with idle policy.
+/// woken: a slice of 100 µs (`sched_setattr`, Linux 6.12; no effect elsewhere). It keeps that slice if it gets idle policy
+/// later.
 pub fn wake_soon() {
     let Some(nice) = niceness() else { return };
     // struct sched_attr, first version: size and policy, flags, nice and priority, runtime, deadline, period.

@@ -1,18 +1,18 @@
-//! Sees to it that the process does not end late: threads of idle policy have normal policy again before it ends.
+//! Makes idle-policy threads normal again before the process ends, so that it does not end late.
 //!
-//! When a process ends, or executes another program, the kernel ends its threads, and each must get a CPU for that. The last one
-//! also gives back the memory of all, some milliseconds of work for 50 MiB. On a busy machine that is a thread of idle policy, of
-//! which a CPU that four others want has 0.1 % to spare. So idle policy lasts only as long as it is worth something:
+//! When a process ends, or executes another program, the kernel ends its threads, and each needs a CPU for that. The last one
+//! also tears down the memory, some milliseconds of work for 50 MiB. On a busy machine that is an idle-policy thread, which gets
+//! 0.1 % of a CPU that four others want. So idle policy lasts only while it is useful:
 //!
 //! | the process | its handler is normal |
 //! |---|---|
-//! | has had no fault for a while (so it is also when the process is killed then) | until the next fault |
+//! | has not faulted for a while (it may be killed then) | until the next fault |
 //! | is about to end | from then on |
-//! | is about to execute another program | from then on, or until that has failed |
+//! | is about to execute another program | from then on, or until that fails |
 //!
 //! Where threads may not leave the idle policy, the handler is relieved (`watch`) in the first two cases. The thread that ends the
-//! process then waits for the relief, as the old handler must get the CPU either way: to hand over and end takes a hundredth of
-//! the work that it would have as the last one.
+//! process waits for that. The old handler needs the CPU either way, but handing over takes it a hundredth of the work that it
+//! would have as the last thread.
 
 use crate::pager::Pager;
 use core::sync::atomic::Ordering::*;
@@ -20,7 +20,7 @@ use uzswap_sys::thread;
 
 /// How long a thread that ends the process waits at most for the handler to be relieved (nanoseconds).
 const ENDING_NS: u64 = 3_000_000_000;
-/// How often it looks, at first and at last.
+/// The time between its checks: the first, and the longest.
 const LOOKS_NS: (u64, u64) = (50_000, 2_000_000);
 
 impl Pager {
@@ -43,8 +43,8 @@ impl Pager {
         self.all_normal();
     }
 
-    /// Makes all threads of uzswap's normal ones if that is possible. False if there is nothing to do: another thread does it
-    /// already, memory is not managed, or the caller is a vfork child, in which this memory is its parent's.
+    /// Makes all threads of uzswap normal if that is allowed. False if there is nothing to do: another thread does it already,
+    /// memory is not managed, or the caller is a vfork child, which has its parent's memory.
     fn all_normal(&self) -> bool {
         if !self.engaged.load(Acquire) || !self.is_of_this_process() || self.ending.swap(true, SeqCst) {
             return false;
@@ -64,7 +64,7 @@ impl Pager {
         self.signs.normal.store(true, SeqCst);
     }
 
-    /// The program that was to be executed could not be.
+    /// The other program could not be executed.
     pub(crate) fn does_not_end(&self) {
         if self.ending.load(SeqCst) && self.is_of_this_process() {
             // The ticker makes the handler idle again.

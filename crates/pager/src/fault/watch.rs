@@ -145,13 +145,13 @@ impl Pager {
         true
     }
 
-    /// Has another thread take over from the handler, once that has finished its turn, unless one is about to. False when that is
-    /// not possible now.
+    /// Has another thread take over from the handler when it has finished its turn, unless one is about to. False if that is not
+    /// possible now.
     pub(crate) fn is_relieved(&self, handler: i32) -> bool {
         self.relief.state.load(Relaxed) != NOBODY || self.relieve(handler)
     }
 
-    /// Wakes the handler that is to be relieved, which may sleep.
+    /// Wakes the handler that is to be relieved, as it may sleep.
     pub(crate) fn wake_former_handler(&self) {
         let former = self.relief.former.load(Relaxed);
         if former > 0 && self.relief.state.load(Relaxed) == WANTED {
@@ -159,7 +159,7 @@ impl Pager {
         }
     }
 
-    /// Whether a handler that was relieved has not ended yet, and has idle policy.
+    /// Whether a handler that was relieved has idle policy and has not ended yet.
     pub(crate) fn has_idle_former(&self) -> bool {
         let former = self.relief.former.load(Relaxed);
         former > 0 && thread::has_idle_policy(former)

@@ -166,11 +166,11 @@ impl Pager {
         self.helpers.crew.help();
     }
 
-    /// Starts a process's helpers when the first batch is there, once. (A region's are there from its start.) Called by the ticker,
-    /// as threads inherit their creator's policy.
+    /// Starts a process's helpers, once, after its first batch. (A region has them from its start.) Called by the ticker, as
+    /// threads inherit their creator's policy.
     ///
-    /// The story: the handler started them, and they had its idle policy. On a busy machine they kept batches from being done, and
-    /// the process from ending.
+    /// The story: the handler started them, so they had its idle policy. On a busy machine they held up batches, and the end of the
+    /// process.
     pub(crate) fn start_wanted_helpers(&self, s: &State) {
         if !self.helpers.wanted.load(Relaxed) || self.own_frames || self.helpers.tids[0].load(Relaxed) != 0 {
             return;
