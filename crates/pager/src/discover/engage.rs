@@ -353,8 +353,13 @@ mod tests {
         let told = || p.group.warned_unmanaged.load(Relaxed) & unmanaged::REFUSED != 0;
         let mut scans = Scans::default();
         for _ in 0..REFUSED_OFTEN {
+            let now = thread::now_ns();
             assert_eq!((p.begin_to_manage(&mut scans), told()), (None, false));
-            assert_eq!((p.begin_to_manage(&mut scans), told()), (None, false), "it is too soon");
+            assert!(scans.engage_from >= now + ENGAGE_SOON_NS);
+            // However long this thread was without a CPU meanwhile.
+            scans.engage_from = u64::MAX;
+            let refused = scans.refused;
+            assert_eq!((p.begin_to_manage(&mut scans), scans.refused), (None, refused), "it is too soon");
             scans.engage_from = 0;
         }
         // As long as another program is being started, that is why.
