@@ -492,8 +492,8 @@ mod tests {
         assert_eq!(protects(&Shrinker::new(Policy::Decaying), 4000), 0);
     }
 
-    /// The story: a program dropped nearly all that was out, and its stale entries went from the list. More objects were
-    /// protected than were left, and what was freeable fell below zero: in a release build, to nearly 2^64 pages.
+    /// The story: a program dropped nearly all that was out, and its stale entries left the list. More objects were
+    /// protected than were left, and what was freeable fell below zero: to nearly 2^64 pages in a release build.
     #[test]
     fn old_policy_protects_no_more_than_there_is() {
         let (mut s, reads) = (filled(Policy::Decaying, LEAST_PRUNE), DiskReads::new());

@@ -125,8 +125,8 @@ fn a_fault_without_frames_or_room_reclaims_directly() {
     s.rss = rss;
 }
 
-/// The story: a block that came whole, as a copy since there was no free frame, counted as one that had fallen back, and so did its
-/// folio. Far below its limit that was each fault of a program: 36 of 36 that read 16 MiB.
+/// The story: a block that came whole, but as a copy because no frame was free, counted as one that had fallen back, and so did its
+/// folio. Far below its limit that was every fault of a program: 36 of 36 that read 16 MiB.
 #[test]
 fn b2_a_block_that_comes_whole_has_not_fallen_back() {
     let p = testing::pager(LIMIT);

@@ -48,8 +48,8 @@ pub(crate) struct Delivery {
     /// Order of the largest folio mapped in one piece, and of the largest wanted.
     largest: u8,
     wanted: u8,
-    /// Whether less came in one piece than was wanted, for want of contiguous frames or room: in any piece, in the current piece,
-    /// and in one with pages of a block.
+    /// Whether a piece was smaller than wanted, as contiguous frames or room were missing: any piece, the current one, and one with
+    /// pages of a block.
     missed: bool,
     misses: bool,
     block_missed: bool,
@@ -268,7 +268,7 @@ impl Pager {
             Some(_) => 1 << got,
             None => self.copied_for(s, vpn, (1 << order).min(BLOCK_PAGES), d),
         };
-        // Pages that are copied come as one folio, too.
+        // Copied pages count as one folio, too.
         d.misses = order > 0 && n < 1 << order;
         d.missed |= d.misses;
         (frames, n)

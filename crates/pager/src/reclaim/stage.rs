@@ -311,8 +311,8 @@ impl Pager {
         }
         s.leaving.note_left(vpn, n);
         if s.idle_staged() == 0 {
-            // All entries are of pages that were taken back. Whoever takes staged pages to compress them drops such entries only
-            // as far as it comes, and where all are taken back it finds nothing to do.
+            // All entries are of pages that were taken back. Such entries are otherwise dropped when staged pages are taken to be
+            // compressed, which never happens if all are taken back.
             s.lru.staged.clear();
         }
         s.resident -= n;
@@ -391,9 +391,8 @@ mod tests {
         assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
     }
 
-    /// The story: a program's memory was looked at for idle pages again and again, and all of it was in use. Each time left an
-    /// entry for each folio in the list of staged ones, for good: half a gigabyte a day where 4 GiB were looked at every ten
-    /// seconds.
+    /// The story: a program's memory was looked at for idle pages again and again, and all of it was in use. Each look left an
+    /// entry for each folio in the list of staged ones, for good.
     #[test]
     fn what_is_always_taken_back_leaves_no_entries_behind() {
         let p = testing::pager(16 << 20);

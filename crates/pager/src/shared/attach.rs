@@ -11,9 +11,9 @@
 //!
 //! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child, where pages
 //! that are out would read as zeros. Instead the child attaches by itself at the same address, before the program's code runs in
-//! it (`pthread_atfork`), and its mapping has the soft-dirty bits that the parent's had. If that fails (also because another region is
-//! served there by now), the child gets SIGBUS in the region's place, and no connection: to the owner the parent's connection is
-//! the parent's mapping. A child made by a raw `clone` has nothing there and gets SIGSEGV.
+//! it (`pthread_atfork`), and its mapping has the soft-dirty bits that the parent's had. If that fails (also because another region
+//! is served there by now), the child gets SIGBUS in the region's place, and no connection: to the owner the parent's connection
+//! is the parent's mapping. A child made by a raw `clone` has nothing there and gets SIGSEGV.
 
 use super::line;
 use super::owner::{isolate_descriptors, spawn};

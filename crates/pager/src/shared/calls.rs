@@ -344,11 +344,11 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &Owne
     }
 }
 
-/// A process is about to fork: stores what its child will inherit until the child asks for it. Of write-protection the child has
-/// what holds in every mapping by then.
+/// A process is about to fork: stores what its child will inherit until the child asks for it. The child inherits only the
+/// write-protection that holds in all mappings by then.
 ///
-/// The story: it also inherited what was asked for its parent's mapping alone. Its writers waited for ever, as the client, who knew
-/// only the parent's number, could not release them.
+/// The story: it also inherited what was asked for its parent's mapping alone. Its writers waited forever, as the client knew only
+/// the parent's number and could not release them.
 fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     let (token, pages) = (e.next_id, e.pages);
     e.next_id += 1;
