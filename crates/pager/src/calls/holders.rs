@@ -173,7 +173,9 @@ mod tests {
 
     #[test]
     fn the_dead_are_removed_and_leave_mappings_unchecked() {
-        let (holders, mut dead, mut alive) = (Holders::new(), ended(), Command::new("cat").spawn().unwrap());
+        // It reads a pipe, so it lives until it is killed.
+        let mut alive = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let (holders, mut dead) = (Holders::new(), ended());
         holders.others.store(true, SeqCst);
         let place = holders.note_shared(alive.id() | OTHER_PROCESS);
         assert!(holders.may_be_torn() && !holders.take_torn());

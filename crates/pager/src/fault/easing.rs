@@ -29,10 +29,11 @@ impl Pager {
         if !self.all_normal() || self.may_leave_idle.load(Relaxed) {
             return;
         }
-        self.poke_ticker();
-        let handler = self.handler.load(Acquire);
         let (until, mut nap) = (thread::now_ns() + ENDING_NS, LOOKS_NS.0);
-        while (thread::has_idle_policy(handler) || self.has_idle_former()) && thread::now_ns() < until {
+        let has_idle = || thread::has_idle_policy(self.handler.load(Acquire)) || self.has_idle_former();
+        while has_idle() && thread::now_ns() < until {
+            // Each time: it may take more than one relief.
+            self.poke_ticker();
             thread::sleep_ns(nap);
             nap = (nap * 2).min(LOOKS_NS.1);
         }
@@ -80,10 +81,15 @@ impl Pager {
         let handler = self.handler.load(Relaxed);
         if self.may_leave_idle.load(Relaxed) {
             thread::set_idle_policy(handler, false);
-        } else if self.files.signals.load(Relaxed) >= 0 && self.is_relieved(handler) {
-            self.wake_former_handler();
         } else {
-            return;
+            if self.files.signals.load(Relaxed) < 0 {
+                return;
+            }
+            let relieved = self.is_relieved(handler);
+            self.wake_former_handler();
+            if !relieved {
+                return;
+            }
         }
         self.signs.normal.store(true, SeqCst);
     }

@@ -146,9 +146,15 @@ impl Pager {
     }
 
     /// Has another thread take over from the handler when it has finished its turn, unless one is about to. False if that is not
-    /// possible now.
+    /// possible now, or if the one that is about to has idle policy.
+    ///
+    /// The story: it was given that policy while it waited, as the former handler slept and did not hand over. It then counted as
+    /// a normal thread, and a process that ended waited 3 s for it, and each of its children.
     pub(crate) fn is_relieved(&self, handler: i32) -> bool {
-        self.relief.state.load(Relaxed) != NOBODY || self.relieve(handler)
+        match self.relief.state.load(Relaxed) {
+            NOBODY => self.relieve(handler),
+            _ => !thread::has_idle_policy(handler),
+        }
     }
 
     /// Wakes the handler that is to be relieved, as it may sleep.
@@ -375,6 +381,19 @@ fn hold(last: u32, since_lowered_ns: u64) -> u32 {
 mod tests {
     use super::*;
     use crate::testing;
+
+    /// See [`Pager::is_relieved`].
+    #[test]
+    fn a_handler_that_is_about_to_take_over_with_idle_policy_is_no_relief() {
+        let p = testing::pager(16 << 20);
+        p.relief.state.store(WANTED, Relaxed);
+        assert!(p.is_relieved(thread::gettid()));
+        let idle = std::thread::spawn(|| {
+            thread::set_idle_policy(0, true);
+            assert!(!p.is_relieved(thread::gettid()));
+        });
+        idle.join().unwrap();
+    }
 
     #[test]
     fn who_is_relieved_again_and_again_stays_lifted_for_longer() {
