@@ -88,9 +88,9 @@ impl Holders {
         self.sharing.iter().chain([&self.alone])
     }
 
-    /// Whether a thread holds the lock.
+    /// Whether a thread holds the lock. No thread has the id 0, which stands for a free place.
     pub(super) fn include(&self, tid: u32) -> bool {
-        self.all().any(|place| place.load(Relaxed) & !OTHER_PROCESS == tid)
+        tid != 0 && self.all().any(|place| place.load(Relaxed) & !OTHER_PROCESS == tid)
     }
 
     /// Whether another process that shares this memory may have changed its mappings without an event.
@@ -149,6 +149,7 @@ mod tests {
         let holders = Holders::new();
         let me = holders.calling_thread();
         assert!(!holders.include(me) && me & OTHER_PROCESS == 0);
+        assert!(!holders.include(0), "a page that no thread waits for");
         // Two threads with the same first place.
         let (a, b) = (holders.note_shared(me), holders.note_shared(me + KNOWN as u32));
         assert!(a != b && holders.include(me) && holders.include(me + KNOWN as u32));
