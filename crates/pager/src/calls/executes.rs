@@ -22,7 +22,7 @@ impl Pager {
     /// A thread of the calling process is about to make a call that starts another program.
     pub fn starts_program(&self) {
         self.starting.store(thread::getpid(), Relaxed);
-        self.ends_others();
+        self.all_normal();
     }
 
     /// Whether a thread of this process is starting another program.

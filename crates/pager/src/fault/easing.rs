@@ -8,7 +8,7 @@
 //! |---|---|
 //! | has not faulted for a while (it may be killed then) | until the next fault |
 //! | is about to end | from then on |
-//! | is about to execute another program | from then on, or until that fails |
+//! | makes a call that starts another program, which may take its place | from then on, or until the call returns |
 //!
 //! Where threads may not leave the idle policy, the handler is relieved (`watch`) in the first two cases. The thread that ends the
 //! process waits for that. The old handler needs the CPU either way, but handing over takes it a hundredth of the work that it
@@ -39,14 +39,9 @@ impl Pager {
         }
     }
 
-    /// A thread of the process is about to execute another program, for which the kernel ends all others.
-    pub(crate) fn ends_others(&self) {
-        self.all_normal();
-    }
-
     /// Makes all threads of uzswap normal if that is allowed. False if there is nothing to do: another thread does it already,
     /// memory is not managed, or the caller is a vfork child, which has its parent's memory.
-    fn all_normal(&self) -> bool {
+    pub(crate) fn all_normal(&self) -> bool {
         if !self.engaged.load(Acquire) || !self.is_of_this_process() || self.ending.swap(true, SeqCst) {
             return false;
         }
@@ -65,7 +60,7 @@ impl Pager {
         self.signs.normal.store(true, SeqCst);
     }
 
-    /// The other program could not be executed.
+    /// A call that started another program has returned: that has not taken this one's place.
     pub(crate) fn does_not_end(&self) {
         if self.ending.load(SeqCst) && self.is_of_this_process() {
             // The ticker makes the handler idle again.

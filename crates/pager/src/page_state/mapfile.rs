@@ -108,7 +108,7 @@ impl MapFile {
                 return Err(e);
             }
         };
-        let object = identity(fd).unwrap_or_default();
+        let object = Object::of(fd).map_or((0, 0), |object| object.id);
         let map = Self { at, len, fd, object, pages, kind: Some(kind), own: true, process: thread::getpid() };
         let head = map.head();
         let maker = thread::getpid() as u64;
@@ -125,15 +125,11 @@ impl MapFile {
     /// # Errors
     /// `EINVAL`: it is not a page map. Otherwise the kernel's.
     pub fn open(fd: i32) -> Result<Self, Errno> {
-        let mut stat = [0u64; 32];
-        // SAFETY: `struct stat` has 144 bytes.
-        let known = unsafe { sys!(libc::SYS_fstat, fd, stat.as_mut_ptr()) };
-        // st_size is the seventh word.
-        let len = stat[6] as usize;
-        if known.is_err() || len <= HEAD {
+        let object = Object::of(fd).ok().filter(|object| object.len > HEAD);
+        let Some(Object { id: object, len, .. }) = object else {
             raw::close(fd);
             return Err(libc::EINVAL);
-        }
+        };
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
         // SAFETY: a new mapping.
         let at = match unsafe { sys!(libc::SYS_mmap, 0, len, libc::PROT_READ, flags, fd, 0) } {
@@ -143,8 +139,6 @@ impl MapFile {
                 return Err(e);
             }
         };
-        // Device and inode are the first words.
-        let object = (stat[0], stat[1]);
         let mut map = Self { at, len, fd, object, pages: 0, kind: None, own: false, process: thread::getpid() };
         map.pages = map.head()[PAGES].load(Relaxed);
         map.kind = Kind::of(map.head()[KIND].load(Relaxed));
@@ -273,7 +267,7 @@ impl MapFile {
 
     /// The same for the pages `[from, to)`; all of them if the kernel does not say.
     pub(crate) fn written_within(&self, from: u64, to: u64) -> Vec<(u64, u64)> {
-        if identity(self.fd) != Ok(self.object) {
+        if !Object::of(self.fd).is_ok_and(|object| object.id == self.object) {
             // The program has closed the descriptor, and may have put another file there.
             return vec![(from, to)];
         }
@@ -322,21 +316,28 @@ impl MapFile {
     /// Memory that the table takes (bytes).
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
-        let mut stat = [0u64; 32];
-        // SAFETY: `struct stat` has 144 bytes; st_blocks is the ninth word.
-        match unsafe { sys!(libc::SYS_fstat, self.fd, stat.as_mut_ptr()) } {
-            Ok(_) => stat[8] as usize * 512,
-            Err(_) => 0,
-        }
+        Object::of(self.fd).map_or(0, |object| object.taken)
     }
 }
 
-/// Device and inode of what is open as `fd`.
-fn identity(fd: i32) -> Result<(u64, u64), Errno> {
-    let mut stat = [0u64; 32];
-    // SAFETY: `struct stat` has 144 bytes.
-    unsafe { sys!(libc::SYS_fstat, fd, stat.as_mut_ptr()) }?;
-    Ok((stat[0], stat[1]))
+/// What fstat says of an open object.
+struct Object {
+    /// Device and inode.
+    id: (u64, u64),
+    /// Its size (bytes).
+    len: usize,
+    /// Memory that it takes (bytes).
+    taken: usize,
+}
+
+impl Object {
+    fn of(fd: i32) -> Result<Self, Errno> {
+        let mut stat = [0u64; 32];
+        // SAFETY: `struct stat` has 144 bytes.
+        unsafe { sys!(libc::SYS_fstat, fd, stat.as_mut_ptr()) }?;
+        // st_dev, st_ino, st_size and st_blocks (of 512 bytes), on x86-64 and AArch64 alike.
+        Ok(Self { id: (stat[0], stat[1]), len: stat[6] as usize, taken: stat[8] as usize * 512 })
+    }
 }
 
 /// Bytes of a table given back to the kernel at a time: a page.

@@ -2,9 +2,9 @@
 
 use crate::cli::start_python;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::os::fd::FromRawFd;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use tempfile::TempDir;
 use uzswap::{Options, Region, SharedOptions, SharedRegion};
 
@@ -202,13 +202,19 @@ for line in sys.stdin:
 assert all(m[page * 4096] == page + 1 for page in range(100))
 ";
 
-#[test]
-fn what_a_program_has_written_to_is_shown_and_cleared() {
-    let Some(mut run) = start_python(&["--track-writes", "--memory", "256M"], WRITER) else { return };
-    let (mut to, mut lines) = (run.stdin.take().unwrap(), BufReader::new(run.stdout.take().unwrap()).lines());
+/// Starts [`WRITER`]. Returns it, its pid, the first of its pages, and the lines that it prints.
+fn start_writer() -> Option<(Child, String, u64, Lines<BufReader<ChildStdout>>)> {
+    let mut run = start_python(&["--track-writes", "--memory", "256M"], WRITER)?;
+    let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
     let line = lines.next().unwrap().unwrap();
     let (pid, first) = line.split_once(' ').unwrap();
-    let first: u64 = first.parse().unwrap();
+    Some((run, pid.into(), first.parse().unwrap(), lines))
+}
+
+#[test]
+fn what_a_program_has_written_to_is_shown_and_cleared() {
+    let Some((mut run, pid, first, mut lines)) = start_writer() else { return };
+    let (mut to, pid) = (run.stdin.take().unwrap(), pid.as_str());
     let bytes = format!("{:x}-{:x}", first * 4096, (first + 100) * 4096);
     let dirty = || -> Vec<(u64, u64)> {
         let found = json(&[pid, "--json", "--runs", "--soft-dirty"]);
@@ -275,11 +281,9 @@ fn let_have(pid: i32, what: libc::__rlimit_resource_t, most: Option<u64>) -> Opt
 /// The story: bits were cleared in a process that could not remember which, and a client that copied those pages missed writes.
 #[test]
 fn no_bit_is_cleared_where_nothing_can_remember_which() {
-    let Some(mut run) = start_python(&["--track-writes", "--memory", "256M"], WRITER) else { return };
-    let (mut to, mut lines) = (run.stdin.take().unwrap(), BufReader::new(run.stdout.take().unwrap()).lines());
-    let line = lines.next().unwrap().unwrap();
-    let (pid, first) = line.split_once(' ').unwrap();
-    let (number, first): (i32, u64) = (pid.parse().unwrap(), first.parse().unwrap());
+    let Some((mut run, pid, first, mut lines)) = start_writer() else { return };
+    let (mut to, pid) = (run.stdin.take().unwrap(), pid.as_str());
+    let number: i32 = pid.parse().unwrap();
     let bytes = format!("{:x}-{:x}", first * 4096, (first + 100) * 4096);
     json(&[pid, "--clear-soft-dirty", "--json"]);
     for what in [libc::RLIMIT_NOFILE, libc::RLIMIT_FSIZE] {

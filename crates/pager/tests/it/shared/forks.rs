@@ -371,7 +371,7 @@ fn fork_protected(path: &Path) {
 }
 
 /// The story: a child inherited the protection that a client had asked for its parent's mapping alone. The client could not end it,
-/// as it did not know the child's mapping, and the child's write waited for ever.
+/// as it did not know the child's mapping, and the child's write waited forever.
 #[test]
 fn a_child_is_not_protected_for_whom_its_parent_is() {
     let path = socket_path("fork-protected");
