@@ -55,7 +55,7 @@ pub fn python_with_numpy() -> Option<PathBuf> {
     Some(python)
 }
 
-/// Text that compresses like logs and prose: lines of up to three times so many common words, and numbers, from a fixed seed.
+/// Text that compresses like logs and prose, from a fixed seed: lines of `words` to three times as many common words, and numbers.
 fn text(bytes: usize, words: u64) -> String {
     const WORDS: [&str; 24] = [
         "the", "memory", "of", "page", "fault", "kernel", "reads", "request", "served", "in", "from", "user", "error",
@@ -68,7 +68,7 @@ fn text(bytes: usize, words: u64) -> String {
         rng ^= rng << 17;
         rng
     };
-    let mut text = String::with_capacity(bytes + 200);
+    let mut text = String::with_capacity(bytes + 40 * words as usize);
     while text.len() < bytes {
         let _ = write!(text, "{:06} ", next() % 1_000_000);
         for _ in 0..words + next() % (2 * words) {
