@@ -55,7 +55,7 @@ use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 use uzswap_sys::thread::set_signal_mask as set_mask;
-use uzswap_sys::{process, raw, sys, thread};
+use uzswap_sys::{memfd, process, raw, sys, thread};
 
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(core::ptr::null_mut());
 
@@ -196,22 +196,21 @@ fn group_at(
 ) -> Result<(&'static GroupPage, Option<&'static Rings>), &'static str> {
     const GONE: &str = "uzswap: this process runs without a limit: its group is out of reach (was `uzswap run` killed, or has it a /proc of its own, as containers have?)\n";
     const DENIED: &str = "uzswap: this process runs without a limit: its group belongs to another user (start `uzswap run` as the user whom the program runs as)\n";
+    const OTHER_VERSION: &str = "uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n";
     // SAFETY: the environment's string.
     let path = unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes_with_nul();
     let why = |e| match e {
         libc::EACCES | libc::EPERM => DENIED,
         _ => GONE,
     };
-    // Opening anything else could have side effects.
-    let mut room = [0; raw::PATH];
-    let shown = raw::readlink(path, &mut room).map_err(why)?;
-    if !shown.strip_prefix(b"/memfd:").is_some_and(|name| name.starts_with(OBJECT.as_bytes())) {
-        return Err(GONE);
-    }
-    let fd = raw::open(path, libc::O_RDWR).map_err(why)?;
-    if !is_object(fd, inode) {
+    let fd = memfd::open(path, OBJECT).map_err(why)?;
+    if !inode.is_none_or(|inode| is_inode(fd, inode)) {
         raw::close(fd);
         return Err(GONE);
+    }
+    if !memfd::keeps(fd, size_of::<GroupPage>()) {
+        raw::close(fd);
+        return Err(OTHER_VERSION);
     }
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping of the group's object.
@@ -225,23 +224,24 @@ fn group_at(
     let rings = rings(group, fd);
     raw::close(fd);
     if group.magic.load(Acquire) != MAGIC {
-        return Err(
-            "uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n",
-        );
+        return Err(OTHER_VERSION);
     }
     Ok((group, rings))
 }
 
-/// Whether a file is the object with this inode (if one is given) and is not empty.
-fn is_object(fd: i32, inode: Option<u64>) -> bool {
+/// Whether a file has this inode.
+fn is_inode(fd: i32, inode: u64) -> bool {
     // SAFETY: a plain structure, for which zeros are a valid value.
     let mut found: libc::stat = unsafe { core::mem::zeroed() };
     // SAFETY: a structure of ours.
     let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut found) };
-    asked.is_ok() && found.st_size > 0 && inode.is_none_or(|inode| inode == found.st_ino)
+    asked.is_ok() && inode == found.st_ino
 }
 
 /// The books of the run's swap file, if it has one. Without them the process runs without swap.
+///
+/// The story: a command that had joined another's group was killed, and its pid given to another process. What its program
+/// started then opened whatever that process had at the descriptor, and ended by SIGBUS if it was shorter than the books.
 fn swap() -> Option<&'static ClusterMap> {
     // SAFETY: getenv in a constructor, before other threads.
     let path = unsafe { libc::getenv(c"UZSWAP_SWAP".as_ptr()) };
@@ -250,7 +250,12 @@ fn swap() -> Option<&'static ClusterMap> {
         return None;
     }
     // SAFETY: the environment's string.
-    let fd = raw::open(unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes_with_nul(), libc::O_RDWR).ok()?;
+    let path = unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes_with_nul();
+    let fd = memfd::open(path, swap_books::OBJECT).ok()?;
+    if !memfd::keeps(fd, size_of::<ClusterMap>()) {
+        raw::close(fd);
+        return None;
+    }
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping of the books' object, which is that large.
     let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<ClusterMap>(), rw, libc::MAP_SHARED, fd, 0) };

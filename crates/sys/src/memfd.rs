@@ -4,6 +4,8 @@
 //! Since Linux 3.17; `F_SEAL_FUTURE_WRITE` since 5.1. Punching a hole removes it from every mapping at once, and it
 //! reads as zeros.
 
+use crate::raw::{self, Errno};
+use crate::sys;
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -38,6 +40,34 @@ pub fn create(name: &CStr, len: u64) -> io::Result<OwnedFd> {
 pub fn seal(fd: &OwnedFd, seals: i32) -> io::Result<()> {
     // SAFETY: no memory is involved.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }.into()).map(drop)
+}
+
+/// Opens the object of this user-visible name that another process shows at `path` (`/proc/PID/fd/N`, with its NUL), for reading
+/// and writing. Makes no use of libc.
+///
+/// # Errors
+/// The kernel's; `ENOENT` if `path` leads to anything else, which is not opened, as that could have effects.
+pub fn open(path: &[u8], name: &str) -> Result<i32, Errno> {
+    let mut room = [0; raw::PATH];
+    let shown = raw::readlink(path, &mut room)?;
+    if !shown.strip_prefix(b"/memfd:").is_some_and(|shown| shown.starts_with(name.as_bytes())) {
+        return Err(libc::ENOENT);
+    }
+    raw::open(path, libc::O_RDWR)
+}
+
+/// Whether the object has at least `bytes` bytes, and keeps them for good: it is sealed against shrinking. Memory mapped from
+/// it is then always there, whatever other processes do. Makes no use of libc.
+pub fn keeps(fd: i32, bytes: usize) -> bool {
+    // SAFETY: numbers only.
+    let seals = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GET_SEALS) };
+    // SAFETY: a plain structure, for which zeros are a valid value.
+    let mut found: libc::stat = unsafe { core::mem::zeroed() };
+    // SAFETY: a structure of ours.
+    let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut found) };
+    seals.is_ok_and(|seals| seals as i32 & libc::F_SEAL_SHRINK != 0)
+        && asked.is_ok()
+        && found.st_size as u64 >= bytes as u64
 }
 
 /// Allocates zero pages in a range where the object has none.

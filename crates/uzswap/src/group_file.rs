@@ -2,19 +2,19 @@
 //!
 //! It has no name in a file system, so it goes with the last process that has it. Processes that have it find it among their own
 //! descriptors, others through the `/proc` of one that has it. We open what another process shows there only if the kernel says
-//! that it is such an object, of our own user (or we are root), and of the right size; and we trust it only if its first word is
-//! this version's [`MAGIC`].
+//! that it is such an object, of our own user (or we are root), of the right size, and sealed, so that nobody can make it smaller
+//! under us; and we trust it only if its first word is this version's [`MAGIC`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_pager::group::{GroupPage, MAGIC, OBJECT};
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
-use uzswap_sys::thread;
+use uzswap_sys::{memfd, thread};
 
 /// The object of a tree of groups, mapped; unmapped when dropped.
 pub struct GroupFile {
@@ -32,20 +32,10 @@ unsafe impl Sync for GroupFile {}
 impl GroupFile {
     /// Creates a tree whose root has this name and no limits; if `recording`, with rings for the members' records.
     pub fn create(name: &str, recording: bool) -> io::Result<GroupFile> {
-        let object = std::ffi::CString::new(OBJECT)?;
-        // SAFETY: the name is a C string that outlives the call.
-        let fd = unsafe { libc::memfd_create(object.as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel has just returned this descriptor to us.
-        let fd = unsafe { File::from_raw_fd(fd) };
         let size = if recording { OBJECT_BYTES } else { size_of::<GroupPage>() };
-        // SAFETY: no memory is involved.
-        if unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let group = GroupFile::map(fd, size)?;
+        let object = memfd::create(&std::ffi::CString::new(OBJECT)?, size as u64)?;
+        memfd::seal(&object, memfd::SEAL_SIZE)?;
+        let group = GroupFile::map(object.into(), size)?;
         group.page().recording.store(recording.into(), Relaxed);
         group.page().set_up(name.as_bytes());
         group.page().magic.store(MAGIC, Release);
@@ -66,6 +56,9 @@ impl GroupFile {
         let size = found.len() as usize;
         if ![size_of::<GroupPage>(), OBJECT_BYTES].contains(&size) || (found.uid() != me && me != 0) {
             return Err(io::ErrorKind::NotFound.into());
+        }
+        if !memfd::keeps(file.as_raw_fd(), size) {
+            return Err(io::ErrorKind::InvalidData.into());
         }
         let group = GroupFile::map(file, size)?;
         match group.page().magic.load(std::sync::atomic::Ordering::Acquire) {
@@ -136,9 +129,12 @@ pub fn is_group(path: &std::ffi::OsStr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::{GroupFile, is_group};
+    use std::io::Write;
+    use std::os::fd::AsRawFd;
     use std::path::Path;
     use std::sync::atomic::Ordering::Relaxed;
-    use uzswap_pager::group::{DEPTH, NO_LIMIT, NODES};
+    use uzswap_pager::group::{DEPTH, GroupPage, MAGIC, NO_LIMIT, NODES};
+    use uzswap_sys::memfd;
 
     #[test]
     fn found_by_its_path() {
@@ -153,6 +149,20 @@ mod tests {
         assert!(again.page().nodes[0].is_named(b"web"));
         assert_eq!(group.page().slots[1023].owner(), None);
         assert!(GroupFile::open(Path::new("/dev/null")).is_err());
+    }
+
+    /// Whoever maps an object that can still be made smaller may end by SIGBUS.
+    #[test]
+    fn an_object_that_can_become_smaller_is_not_opened() {
+        let group = GroupFile::create("web", false).unwrap();
+        assert!(group.fd.set_len(4096).is_err(), "ours cannot");
+        let other = memfd::create(c"uzswap-group", size_of::<GroupPage>() as u64).unwrap();
+        std::fs::File::from(other.try_clone().unwrap()).write_all(&MAGIC.to_ne_bytes()).unwrap();
+        let path = format!("/proc/self/fd/{}", other.as_raw_fd());
+        let opened = || GroupFile::open(Path::new(&path)).map(|_| ()).map_err(|e| e.kind());
+        assert_eq!(opened(), Err(std::io::ErrorKind::InvalidData));
+        memfd::seal(&other, memfd::SEAL_SIZE).unwrap();
+        assert_eq!(opened(), Ok(()));
     }
 
     /// The story: commands of two versions on one machine removed each other's entries, and no group was found any more.

@@ -10,7 +10,7 @@ use std::ffi::CString;
 use std::fs::{File, Permissions};
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_mm::shrinker::Policy;
 use uzswap_mm::size::{Size, human};
 use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
-use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
+use uzswap_pager::swap::clusters::{ClusterMap, MAGIC, OBJECT};
 use uzswap_sys::{blockio, memfd};
 
 /// Directories tried in order if none is named. The second one is often in memory.
@@ -132,25 +132,12 @@ impl Swap {
 
     /// Creates the books.
     fn share(store: Store, bytes: u64, policy: Policy, encrypt: bool) -> io::Result<Swap> {
-        // SAFETY: the name is a constant C string.
-        let fd = unsafe { libc::memfd_create(c"uzswap-swap".as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel has just returned this descriptor to us.
-        let object = unsafe { OwnedFd::from_raw_fd(fd) };
         let size = size_of::<ClusterMap>();
-        // SAFETY: no memory is involved.
-        if unsafe { libc::ftruncate(fd, size as libc::off_t) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let object = memfd::create(&std::ffi::CString::new(OBJECT)?, size as u64)?;
+        memfd::seal(&object, memfd::SEAL_SIZE)?;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
-        let map = unsafe { libc::mmap(std::ptr::null_mut(), size, protection, libc::MAP_SHARED, fd, 0) };
-        if map == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let map = NonNull::new(map.cast::<ClusterMap>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let map = unsafe { memfd::map(&object, size, memfd::WRITABLE, None) }?;
+        let map = NonNull::new(map as *mut ClusterMap).ok_or(io::ErrorKind::OutOfMemory)?;
         let swap = Swap { store, object, map };
         let map = swap.map();
         map.bytes.store(bytes, Relaxed);

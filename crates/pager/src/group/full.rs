@@ -116,8 +116,7 @@ impl Pager {
         if counts {
             self.group.count(over.node, |e| &e.oom, 1);
         }
-        // A quarter more is allowed, as incompressible pages take more room in the pool than before.
-        let spares = on_full == ON_FULL_KILL && over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
+        let spares = on_full == ON_FULL_KILL && n.spares(over);
         if n.full_said.swap(1, AcqRel) == 0 {
             self.say_full(s, over, (on_full, spares));
         }

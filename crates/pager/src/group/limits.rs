@@ -49,11 +49,25 @@ impl Node {
     ///
     /// The story: a member had just read the former limit, which was met, when the grace was noted, and took the grace back. So
     /// it is noted once more with another number, which only a member that has read the new limit takes back.
+    ///
+    /// Another story: a limit was raised. The grace that held for the former one was taken back a moment before the limit was
+    /// replaced, and a member was killed in that moment.
     pub fn set_max(&self, bytes: u64, charged: u64) {
         let grace = if charged > bytes { charged & !1 } else { 0 };
-        self.grace.store(grace | u64::from(grace != 0), SeqCst);
+        if grace != 0 {
+            self.grace.store(grace | 1, SeqCst);
+        }
         self.max.store(bytes, SeqCst);
         self.grace.store(grace, SeqCst);
+    }
+
+    /// Whether nobody is to be killed although the group exceeds its limit: what exceeds it was there when the limit was set, or
+    /// the limit has changed since `over` was found. (A quarter more than was there is allowed, as incompressible pages take more
+    /// room in the pool than before.)
+    pub(crate) fn spares(&self, over: Over) -> bool {
+        // The grace first: if the limit is still the one that was exceeded, that grace was its own. See `set_max`.
+        let grace = self.grace.load(SeqCst);
+        over.charge as u64 <= grace / 4 * 5 || self.max.load(SeqCst) != over.max as u64
     }
 }
 
@@ -321,6 +335,24 @@ mod tests {
     use super::{THROTTLE_LEAST_NS, THROTTLE_MOST_NS, THROTTLE_NS, throttle};
     use crate::testing;
     use core::sync::atomic::Ordering::*;
+
+    /// See [`super::Node::spares`].
+    #[test]
+    fn nobody_is_killed_for_a_limit_that_no_longer_holds() {
+        let p = testing::pager(64 << 20);
+        let n = &p.group.nodes[0];
+        let over = |max: usize| super::Over { level: 0, node: 0, charge: 40 << 20, max };
+        assert!(!n.spares(over(64 << 20)));
+        n.set_max(32 << 20, 40 << 20);
+        let exceeds = over(32 << 20);
+        assert!(n.spares(exceeds));
+        assert!(!n.spares(super::Over { charge: 51 << 20, ..exceeds }), "more than a quarter above what was there");
+        // A member has found the group over its limit, and the limit is raised before it kills somebody.
+        n.set_max(48 << 20, 40 << 20);
+        assert!(n.spares(exceeds));
+        n.set_max(32 << 20, 20 << 20);
+        assert!(!n.spares(exceeds));
+    }
 
     /// See [`super::Node::set_max`].
     #[test]

@@ -39,7 +39,9 @@ use uzswap_sys::thread;
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books. Books of another version have another, and are refused.
-pub const MAGIC: u64 = 0x757a_7377_6469_0005;
+pub const MAGIC: u64 = 0x757a_7377_6469_0006;
+/// Name of the books' memory object, which the kernel shows in `/proc/PID/fd`.
+pub const OBJECT: &str = "uzswap-swap";
 /// Processes that can have something in a swap file at once.
 pub const ROWS: usize = 1024;
 /// No row.

@@ -4,10 +4,12 @@ use crate::cli::{UZSWAP, agent_built, refused, start_python, uzswap};
 use crate::place::Place;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use tempfile::TempDir;
+use uzswap_sys::memfd;
 
 #[test]
 fn a_refused_run_writes_no_file() {
@@ -144,7 +146,8 @@ fn a_handler_begins_again_where_one_was_ended() {
 }
 
 /// The story: a command was killed, and another process got its pid. What its program started then became a member of the other's
-/// group, or ended by SIGBUS if the other process had an empty file at the descriptor that had been the group's.
+/// group, or ended by SIGBUS if the other process had an empty file at the descriptor that had been the group's, or that of the
+/// books of the swap file.
 #[test]
 fn what_has_the_place_of_a_group_that_is_gone_is_not_joined() {
     let (place, dir) = (Place::new(), TempDir::new().unwrap());
@@ -155,25 +158,33 @@ fn what_has_the_place_of_a_group_that_is_gone_is_not_joined() {
         let mut all = of.split(|byte| *byte == 0).map(|one| String::from_utf8_lossy(one).into_owned());
         all.find_map(|one| Some(one.strip_prefix(name)?.strip_prefix('=')?.to_owned())).unwrap_or_default()
     };
-    let starts = |group: &str, number: &str| {
+    let starts = |group: &str, number: &str, books: &str| {
         let mut program = Command::new("/bin/true");
-        program.env("LD_PRELOAD", variable(&a, "LD_PRELOAD")).env("UZSWAP_GROUP", group);
+        program.env("LD_PRELOAD", variable(&a, "LD_PRELOAD")).env("UZSWAP_GROUP", group).env("UZSWAP_SWAP", books);
         let output = program.env("UZSWAP_GROUP_NODE", number).output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success(), "{}: {said}", output.status);
         said
     };
     let joined = || ["a", "b"].map(|group| place.event(group, "uzswap.stat", "joined"));
-    let [path, number_of_a, number] = [(&b, "UZSWAP_GROUP"), (&a, "UZSWAP_GROUP_NODE"), (&b, "UZSWAP_GROUP_NODE")]
+    let [b_group, number_of_a, number] = [(&b, "UZSWAP_GROUP"), (&a, "UZSWAP_GROUP_NODE"), (&b, "UZSWAP_GROUP_NODE")]
         .map(|(of, name)| variable(of, name));
-    assert!(starts(&path, &number_of_a).contains("is out of reach"));
+    let none = dir.path().join("none");
+    let none = none.to_str().unwrap();
+    assert!(starts(&b_group, &number_of_a, none).contains("is out of reach"));
     assert_eq!(joined(), [1, 1]);
-    assert_eq!(starts(&path, &number), "");
+    assert_eq!(starts(&b_group, &number, none), "");
     assert_eq!(joined(), [1, 2]);
+    let short = memfd::create(c"uzswap-swap", 0).unwrap();
+    let shown = format!("/proc/{}/fd/{}", std::process::id(), short.as_raw_fd());
     for (name, bytes) in [("empty", &b""[..]), ("small", b"something else")] {
         let path = dir.path().join(name);
         fs::write(&path, bytes).unwrap();
-        assert!(starts(path.to_str().unwrap(), &number).contains("is out of reach"), "{name}");
+        let other = path.to_str().unwrap();
+        assert!(starts(other, &number, none).contains("is out of reach"), "{name}");
+        assert_eq!(starts(&b_group, &number, other), "", "{name}");
     }
+    assert_eq!(starts(&b_group, &number, &shown), "");
+    assert_eq!(joined(), [1, 5]);
     members.into_iter().for_each(|member| _ = member.ends_well());
 }
