@@ -219,6 +219,14 @@ pub fn changes_user(real: impl FnOnce() -> c_int, follow: impl FnOnce(&Pager) ->
     done
 }
 
+/// Called when a process has a C library, besides that of the program, whose calls cannot be followed.
+pub fn cannot_follow() {
+    let why = b" loads another C library, whose calls cannot be followed; it runs without a limit from now on\n";
+    if let Some(p) = pager() {
+        let_go(p, unmanaged::LIBC, why);
+    }
+}
+
 fn let_go(p: &Pager, reason: u32, why: &[u8]) {
     // In a vfork child the memory is the parent's.
     if !p.is_of_this_process() {

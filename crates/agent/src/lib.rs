@@ -6,7 +6,8 @@
 //!
 //! | of the program | followed in |
 //! |---|---|
-//! | libc itself | `symbols` (what it defines), `next`, `patch` (system calls that it makes inside itself), `near` |
+//! | libc itself | `symbols` (what it defines), `next`, `patch` (system calls that it makes inside itself), `sites`, `near` |
+//! | other libcs | `others` |
 //! | mapping calls | `calls`; `remap`, with `pieces`, `parts` and `locked`; `populated`, `segments`, `relocated` |
 //! | memory that must not leave | `locked`, `lockall`, `pins` (devices), `lent` (pipes and sockets), `futexes`, `userfaults` |
 //! | threads | `threads`, `unwind` |
@@ -27,6 +28,7 @@ mod lockall;
 mod locked;
 mod near;
 mod next;
+mod others;
 mod parts;
 mod patch;
 mod pieces;
@@ -37,6 +39,7 @@ mod rawfork;
 mod relocated;
 mod remap;
 mod segments;
+mod sites;
 mod symbols;
 mod threads;
 mod unwind;
@@ -119,6 +122,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
              systemd's MemoryDenyWriteExecute, or a security module)\n"
         }
     })?;
+    others::init()?;
     if node >= NODES || !group.nodes[node].is_ready() {
         return Err(WRONG_NUMBER);
     }

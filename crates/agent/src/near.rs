@@ -16,7 +16,7 @@ const STEP: usize = 512 << 10;
 pub fn page(first: usize, end: usize) -> Result<usize, Errno> {
     // The kernel's own choice is mostly next to the libraries.
     let at = map(0, 0)?;
-    if at.abs_diff(first).max(at.abs_diff(end)) < REACH {
+    if is_within_reach(at, first, end) {
         return Ok(at);
     }
     // SAFETY: a page of ours, which nobody knows.
@@ -24,6 +24,11 @@ pub fn page(first: usize, end: usize) -> Result<usize, Errno> {
     // Below and above in turn.
     let hints = (1..REACH / STEP).flat_map(|k| [first.checked_sub(k * STEP), end.checked_add(k * STEP)]);
     hints.flatten().find_map(|hint| map(hint, libc::MAP_FIXED_NOREPLACE).ok()).ok_or(libc::ENOMEM)
+}
+
+/// Whether everything from `first` to `end` can jump to page `at`.
+pub fn is_within_reach(at: usize, first: usize, end: usize) -> bool {
+    at.abs_diff(first).max(at.abs_diff(end)) < REACH
 }
 
 fn map(hint: usize, flags: i32) -> Result<usize, Errno> {

@@ -1,12 +1,13 @@
 //! Handles programs that fork without `fork`: by libc's `syscall` or `clone`.
 //!
-//! Both are interposed, and give such a child its memory just as `fork` does. What remains is a program that makes the
-//! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
+//! Both are interposed, and give such a child its memory just as `fork` does. Where their code is known they are also
+//! followed in libc itself (`patch`): some callers do not come through the interposed ones. What remains is a program
+//! that makes the system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
 use crate::{
-    after_fork, before_fork, calls, ends, environment, fails, futexes, leaving, lent, lockall, pager, pins, populated,
-    remap, segments, threads, userfaults,
+    after_fork, before_fork, calls, ends, environment, fails, futexes, leaving, lent, lockall, pager, patch, pins,
+    populated, remap, segments, threads, userfaults,
 };
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
@@ -69,10 +70,53 @@ fn end_noted_at(nr: c_long, a: [usize; 6]) -> Option<usize> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let args = [a, b, c, d, e, f];
+    // SAFETY: the caller passes the system call's arguments.
+    let ret = match unsafe { by_number(nr, args) } {
+        Some(ret) => ret,
+        None if SYSCALL.find() != 0 => {
+            type Real = unsafe extern "C" fn(c_long, usize, usize, usize, usize, usize, usize) -> c_long;
+            // SAFETY: the function found under this name, with the caller's arguments.
+            return unsafe { core::mem::transmute::<usize, Real>(SYSCALL.find())(nr, a, b, c, d, e, f) };
+        }
+        // SAFETY: the caller passes the system call's arguments.
+        None => unsafe { raw::syscall(nr, args) },
+    };
+    match raw::check(ret) {
+        Ok(value) => value as c_long,
+        Err(errno) => fails(errno).into(),
+    }
+}
+
+/// What has become of a call that libc was about to make.
+#[repr(C)]
+pub struct Made {
+    /// The kernel's value if it was made, else the number of the call.
+    value: isize,
+    /// Whether it was made.
+    is_made: usize,
+}
+
+/// Makes a call of libc's `syscall`, or of a function with a call of its own, if it must be followed.
+///
+/// # Safety
+/// `args` points to the six arguments of call `nr`.
+pub unsafe extern "C" fn made(nr: c_long, args: *const [usize; 6]) -> Made {
+    // SAFETY: as the caller promises.
+    let ret = unsafe { by_number(nr, *args) };
+    Made { value: ret.unwrap_or(nr as isize), is_made: ret.is_some().into() }
+}
+
+/// Makes a call with all that it takes to follow it, and returns the kernel's value; `None` if libc must make it
+/// itself, as what it makes may have another stack.
+///
+/// # Safety
+/// As the system call's.
+unsafe fn by_number(nr: c_long, args: [usize; 6]) -> Option<isize> {
+    let [a, b, c, d, e, f] = args;
     if let Some(at) = end_noted_at(nr, args) {
         threads::pin_number(at);
     }
-    let ret = match cloning(nr, args) {
+    Some(match cloning(nr, args) {
         Some((flags, 0)) if flags & libc::CLONE_VM as u64 == 0 && pager().is_some() => {
             hold_with(&used_by(nr, args, flags), flags);
             // SAFETY: the caller's arguments; the child returns here on its copy of this stack.
@@ -80,11 +124,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             after_fork(ret);
             ret
         }
-        Some(_) if SYSCALL.find() != 0 => {
-            type Real = unsafe extern "C" fn(c_long, usize, usize, usize, usize, usize, usize) -> c_long;
-            // SAFETY: the function found under this name, with the caller's arguments.
-            return unsafe { core::mem::transmute::<usize, Real>(SYSCALL.find())(nr, a, b, c, d, e, f) };
-        }
+        Some(_) => return None,
         // SAFETY: the caller passes the system call's arguments.
         _ if nr == libc::SYS_mremap => unsafe { remap::mremap(a, b, c, d, e) },
         _ if nr == libc::SYS_process_madvise => {
@@ -125,14 +165,10 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
         }
         // SAFETY: the caller passes the system call's arguments.
         _ => unsafe { other(nr, args) },
-    };
-    match raw::check(ret) {
-        Ok(value) => value as c_long,
-        Err(errno) => fails(errno).into(),
-    }
+    })
 }
 
-/// Makes a call that needs no branch of its own in [`syscall`]. Returns the kernel's value.
+/// Makes a call that needs no branch of its own in [`by_number`]. Returns the kernel's value.
 ///
 /// # Safety
 /// As the system call's.
@@ -186,7 +222,7 @@ pub unsafe extern "C" fn clone(
     if flags & (libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID) == libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID {
         threads::pin_number(child_tid as usize);
     }
-    if flags & libc::CLONE_VM != 0 || pager().is_none() {
+    if flags & libc::CLONE_VM != 0 || pager().is_none() || patch::follows_clone() {
         // SAFETY: the caller's arguments.
         return unsafe { real(entry, stack, flags, arg, parent_tid, tls, child_tid) };
     }
@@ -201,6 +237,27 @@ pub unsafe extern "C" fn clone(
     let pid = unsafe { real(run, stack, flags, core::ptr::null_mut(), parent_tid, tls, child_tid) };
     after_fork(pid as isize);
     pid
+}
+
+/// libc's `clone` is about to make a process, whose function and argument lie where its stack begins.
+///
+/// # Safety
+/// They do.
+pub unsafe extern "C" fn before_clone(flags: c_int, stack: *mut [usize; 2], parent_tid: usize, child_tid: usize) {
+    let mut used = [(0, 0); 5];
+    used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid, parent_tid, child_tid));
+    let top = stack as usize + size_of::<[usize; 2]>();
+    used[3] = (top.saturating_sub(HOOK_STACK), HOOK_STACK);
+    hold_with(&used, flags as u64);
+    // Otherwise nobody holds the lock.
+    if pager().is_some() {
+        // SAFETY: as the caller promises; the stack is in memory, and the lock protects the rest.
+        unsafe {
+            ENTRY.store((*stack)[0], Relaxed);
+            ARGUMENT.store((*stack)[1], Relaxed);
+            (*stack)[0] = run as *const () as usize;
+        }
+    }
 }
 
 /// Where the kernel writes the numbers of what it makes: the first two in the parent, the third in the child. Each is

@@ -16,6 +16,8 @@ const RTLD_DL_LINKMAP: c_int = 2;
 const DT_NULL: i64 = 0;
 const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
+const DT_SONAME: i64 = 14;
+const DT_DEBUG: i64 = 21;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
 /// In a symbol's version: only callers that ask for this version get it.
@@ -24,12 +26,71 @@ const STT_FUNC: u8 = 2;
 /// A symbol whose value is a function that returns the function's address.
 const STT_GNU_IFUNC: u8 = 10;
 
-/// The start of glibc's `struct link_map`.
+/// The start of glibc's `struct link_map`: a loaded object.
 #[repr(C)]
-struct LinkMap {
+pub struct LinkMap {
     base: usize,
     name: *const c_char,
     dynamic: *const (i64, usize),
+    /// The one loaded after it, in the same namespace.
+    pub next: *const LinkMap,
+    previous: *const LinkMap,
+}
+
+impl LinkMap {
+    /// That of the libc that the library itself calls.
+    fn of_own_libc() -> Option<&'static Self> {
+        // SAFETY: zeros are a valid Dl_info; the name is a constant that nobody else defines; the calls fill structures
+        // of ours. The link map is the loader's, and stays.
+        unsafe {
+            let inside = libc::dlsym(libc::RTLD_DEFAULT, c"gnu_get_libc_version".as_ptr());
+            let mut info: libc::Dl_info = core::mem::zeroed();
+            let mut map = core::ptr::null_mut();
+            if inside.is_null() || dladdr1(inside, &raw mut info, &raw mut map, RTLD_DL_LINKMAP) == 0 {
+                return None;
+            }
+            map.cast::<Self>().as_ref()
+        }
+    }
+
+    /// The program's, which is the first.
+    pub fn of_program() -> Option<&'static Self> {
+        let mut map = Self::of_own_libc()?;
+        // SAFETY: null, or an object loaded before, which the program needs and keeps.
+        while let Some(before) = unsafe { map.previous.as_ref() } {
+            map = before;
+        }
+        Some(map)
+    }
+
+    /// The entries of its dynamic section with these tags; 0 for those that it does not have.
+    fn dynamic<const N: usize>(&self, tags: [i64; N]) -> [usize; N] {
+        let mut found = [0; N];
+        let mut at = self.dynamic;
+        // SAFETY: null, or the section of a loaded object, which ends with that tag.
+        while let Some((tag, value)) = unsafe { at.as_ref() }.filter(|(tag, _)| *tag != DT_NULL) {
+            if let Some(i) = tags.iter().position(|wanted| wanted == tag) {
+                found[i] = *value;
+            }
+            at = at.wrapping_add(1);
+        }
+        found
+    }
+
+    /// Where the loader tells debuggers what is loaded, if this is the program.
+    pub fn debug(&self) -> usize {
+        let [at] = self.dynamic([DT_DEBUG]);
+        at
+    }
+
+    /// Whether it is a libc.
+    pub fn is_libc(&self) -> bool {
+        let [name, strings] = self.dynamic([DT_SONAME, DT_STRTAB]);
+        // SAFETY: the loader has made the table's address absolute, and the name is one of its strings.
+        name != 0
+            && strings >= self.base
+            && unsafe { CStr::from_ptr((strings + name) as *const c_char) } == c"libc.so.6"
+    }
 }
 
 #[repr(C)]
@@ -54,31 +115,18 @@ pub struct Libc {
 }
 
 impl Libc {
-    /// The tables of the loaded libc; `None` if it has other kinds of tables.
+    /// The tables of the libc that the library itself calls; `None` if it has other kinds of tables.
     pub fn find() -> Option<Self> {
-        // SAFETY: zeros are a valid Dl_info; the name is a constant that nobody else defines; the calls fill structures
-        // of ours. The link map and its tables are the loader's, and stay.
-        unsafe {
-            let inside = libc::dlsym(libc::RTLD_DEFAULT, c"gnu_get_libc_version".as_ptr());
-            let mut info: libc::Dl_info = core::mem::zeroed();
-            let mut map = core::ptr::null_mut();
-            if inside.is_null() || dladdr1(inside, &raw mut info, &raw mut map, RTLD_DL_LINKMAP) == 0 || map.is_null() {
-                return None;
-            }
-            let map = &*map.cast::<LinkMap>();
-            let mut found = [0usize; 4];
-            let mut at = map.dynamic;
-            while (*at).0 != DT_NULL {
-                if let Some(i) = [DT_SYMTAB, DT_STRTAB, DT_GNU_HASH, DT_VERSYM].iter().position(|tag| *tag == (*at).0) {
-                    found[i] = (*at).1;
-                }
-                at = at.add(1);
-            }
-            let [symbols, strings, hash, versions] = found;
-            let (symbols, strings, hash, versions) = (symbols as _, strings as _, hash as _, versions as _);
-            let here = found.iter().all(|at| *at >= map.base);
-            here.then_some(Self { base: map.base, symbols, strings, hash, versions })
-        }
+        Self::of(LinkMap::of_own_libc()?)
+    }
+
+    /// The tables of a loaded libc; `None` if it has other kinds of tables.
+    pub fn of(map: &LinkMap) -> Option<Self> {
+        let found = map.dynamic([DT_SYMTAB, DT_STRTAB, DT_GNU_HASH, DT_VERSYM]);
+        let [symbols, strings, hash, versions] = found;
+        let (symbols, strings, hash, versions) = (symbols as _, strings as _, hash as _, versions as _);
+        let here = found.iter().all(|at| *at != 0 && *at >= map.base);
+        here.then_some(Self { base: map.base, symbols, strings, hash, versions })
     }
 
     /// The address of a function's default version; 0 if there is none.

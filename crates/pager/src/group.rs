@@ -324,6 +324,8 @@ pub mod unmanaged {
     pub const PRIVILEGED: u32 = 4096;
     /// It is a 32-bit program.
     pub const SHORT: u32 = 8192;
+    /// It has another C library, whose calls cannot be followed.
+    pub const LIBC: u32 = 16384;
 }
 
 /// The shared page.
