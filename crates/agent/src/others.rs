@@ -10,21 +10,28 @@
 use crate::symbols::{Libc, LinkMap};
 use crate::{leaving, next::Next, pager, patch};
 use core::ffi::{c_int, c_long};
-use core::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Relaxed};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering::Relaxed};
 
-/// glibc's `struct r_debug_extended`.
+/// glibc's `struct r_debug_extended`, which the loader changes.
 #[repr(C)]
 struct Debug {
     /// From 2 on, there are other namespaces (glibc 2.35).
-    version: c_int,
+    version: AtomicI32,
     /// The first object.
-    objects: *const LinkMap,
+    objects: AtomicPtr<LinkMap>,
     /// The function that is called.
-    function: usize,
-    state: c_int,
-    loader: usize,
-    /// The next namespace.
-    next: *const Debug,
+    function: AtomicUsize,
+    state: AtomicI32,
+    loader: AtomicUsize,
+    /// The next namespace, if there are others.
+    next: AtomicPtr<Debug>,
+}
+
+impl Debug {
+    /// Whether there are other namespaces.
+    fn has_others(&self) -> bool {
+        self.version.load(Relaxed) >= 2
+    }
 }
 
 /// The state in which a namespace's list of objects is whole.
@@ -48,9 +55,9 @@ pub fn init() -> Result<(), &'static str> {
     // SAFETY: null, or the loader's structure, which stays.
     let Some(debug) = (unsafe { at.as_ref() }) else { return Ok(()) };
     DEBUG.store(at, Relaxed);
-    // SAFETY: no other thread runs in the loader yet; that is the loader's function. (If there is none, its code is
-    // unknown.)
-    let told = debug.function != 0 && unsafe { patch::follow_loader(debug.function) }.is_ok();
+    // SAFETY: no other thread runs in the loader yet; that is the loader's function. (A debugger may have put a
+    // breakpoint there.)
+    let told = unsafe { patch::follow_loader(debug.function.load(Relaxed)) }.is_ok();
     IS_TOLD.store(told && has_list_of_namespaces(), Relaxed);
     follow(debug).map_err(|_| {
         "uzswap: this process runs without a limit: it has another C library (of an auditor), whose calls cannot be followed\n"
@@ -68,24 +75,31 @@ fn has_list_of_namespaces() -> bool {
 pub extern "C" fn loader_changed() {
     // SAFETY: null, or the loader's structure, which stays.
     let Some(debug) = (unsafe { DEBUG.load(Relaxed).as_ref() }) else { return };
-    if debug.version >= 2 && pager().is_some() && follow(debug).is_err() {
+    if debug.has_others() && pager().is_some() && follow(debug).is_err() {
         leaving::cannot_follow();
     }
 }
 
 /// Patches the libcs of all other namespaces. The loader's lock is held, or no other thread runs.
 fn follow(debug: &Debug) -> Result<(), patch::PatchError> {
-    let first = if debug.version >= 2 { debug.next } else { core::ptr::null() };
-    // SAFETY: null, or a namespace of the loader's list; none is ever taken off it.
-    let namespaces = core::iter::successors(unsafe { first.as_ref() }, |at| unsafe { at.next.as_ref() });
-    for namespace in namespaces.filter(|namespace| namespace.state == CONSISTENT) {
-        // SAFETY: null, or an object of the namespace's list, which nobody changes meanwhile.
-        let objects = core::iter::successors(unsafe { namespace.objects.as_ref() }, |at| unsafe { at.next.as_ref() });
-        for libc in objects.filter(|object| object.is_libc()) {
+    if !debug.has_others() {
+        return Ok(());
+    }
+    // SAFETY: null, or a namespace of the loader's list, which stays; null, or an object of a list that nobody changes
+    // meanwhile.
+    let (namespace, object) =
+        unsafe { (|at: &AtomicPtr<Debug>| at.load(Relaxed).as_ref(), |at: *const LinkMap| at.as_ref()) };
+    let mut at = namespace(&debug.next);
+    while let Some(other) = at {
+        let is_whole = other.state.load(Relaxed) == CONSISTENT;
+        let first = object(other.objects.load(Relaxed)).filter(|_| is_whole);
+        let objects = core::iter::successors(first, |map| object(map.next));
+        for libc in objects.filter(|map| map.is_libc()) {
             let libc = Libc::of(libc).ok_or(patch::PatchError::Pattern)?;
             // SAFETY: it was just mapped, so that nobody runs in it yet, or it is patched.
             unsafe { patch::install_in(&libc) }?;
         }
+        at = namespace(&other.next);
     }
     Ok(())
 }

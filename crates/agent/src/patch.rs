@@ -341,6 +341,9 @@ unsafe fn redirect(sites: &[Site]) -> Result<(), PatchError> {
 /// # Safety
 /// No other thread may run in the loader. `f` must be that function.
 pub unsafe fn follow_loader(f: usize) -> Result<(), PatchError> {
+    if f == 0 {
+        return Err(PatchError::Pattern);
+    }
     // SAFETY: the loader's text extends further than this behind the function, which is not its last.
     let code = unsafe { core::slice::from_raw_parts(f as *const u8, 32) };
     let at = f + sites::last(code).ok_or(PatchError::Pattern)?;

@@ -244,6 +244,9 @@ pub unsafe extern "C" fn clone(
 /// # Safety
 /// They do.
 pub unsafe extern "C" fn before_clone(flags: c_int, stack: *mut [usize; 2], parent_tid: usize, child_tid: usize) {
+    if pager().is_none() {
+        return;
+    }
     let mut used = [(0, 0); 5];
     used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid, parent_tid, child_tid));
     let top = stack as usize + size_of::<[usize; 2]>();

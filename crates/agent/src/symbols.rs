@@ -176,6 +176,21 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
+    #[test]
+    fn the_programs_object_is_the_first_and_libc_is_one_of_those_behind_it() {
+        let program = LinkMap::of_program().expect("it is loaded");
+        // SAFETY: the loader's list, which does not change while the tests run.
+        let all = core::iter::successors(Some(program), |map| unsafe { map.next.as_ref() }).collect::<Vec<_>>();
+        assert!(program.previous.is_null() && !program.is_libc());
+        assert_eq!(all.iter().filter(|map| map.is_libc()).count(), 1);
+        // `struct r_debug`: a version, and the first object.
+        let debug = program.debug() as *const [usize; 2];
+        // SAFETY: what the loader says to debuggers.
+        assert_eq!(unsafe { (*debug)[1] }, core::ptr::from_ref(program) as usize);
+        let libc = all.iter().find(|map| map.is_libc()).and_then(|map| Libc::of(map)).expect("its tables");
+        assert_eq!(libc.symbol(c"mmap"), Loader::new().symbol(c"mmap"));
+    }
+
     /// The loader's answers about libc itself.
     struct Loader(*mut c_void);
 

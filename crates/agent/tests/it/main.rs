@@ -11,5 +11,7 @@ mod heap;
 mod near;
 #[path = "../../src/parts.rs"]
 mod parts;
+#[path = "../../src/sites.rs"]
+mod sites;
 #[path = "../../src/symbols.rs"]
 mod symbols;

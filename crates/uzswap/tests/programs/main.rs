@@ -20,6 +20,7 @@ mod kin;
 mod leaving;
 mod lends;
 mod needs;
+mod otherlibcs;
 mod pageout;
 mod pauses;
 mod preloads;

@@ -16,7 +16,7 @@ fn need_file(path: &str) -> Option<PathBuf> {
 }
 
 /// A C program of the fixtures, compiled with more options; None if this compiler does not have what they ask for.
-fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
+pub fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
     let cc = need("cc")?;
     let out = scratch(name).join(name);
     let mut command = Command::new(cc);
