@@ -97,7 +97,7 @@ fn follow(debug: &Debug) -> Result<(), patch::PatchError> {
         for libc in objects.filter(|map| map.is_libc()) {
             let libc = Libc::of(libc).ok_or(patch::PatchError::Pattern)?;
             // SAFETY: it was just mapped, so that nobody runs in it yet, or it is patched.
-            unsafe { patch::install_in(&libc) }?;
+            unsafe { patch::install_in(&libc, patch::Needed::InOthers) }?;
         }
         at = namespace(&other.next);
     }

@@ -188,10 +188,17 @@ struct Function {
     thunk: unsafe extern "C" fn(),
 }
 
-/// Those without which a process cannot be managed.
-const NEEDED: usize = 6;
-/// All of them. If the others cannot be patched, programs start with the environment that they are given, and those
-/// that are interposed are followed only by that.
+/// How many of them, from the first on, must be patched.
+#[derive(Clone, Copy)]
+pub enum Needed {
+    /// What cannot be interposed.
+    InFirst = 6,
+    /// Also what makes processes: nothing of another libc's is interposed.
+    InOthers = 8,
+}
+
+/// All of them. If those at the end cannot be patched, programs start with the environment that they are given, and
+/// what is interposed is followed only by that.
 const FUNCTIONS: [Function; 11] = [
     Function { name: c"_Fork", find: Find::Number(56), thunk: uz_thunk_clone },
     Function { name: c"mmap64", find: Find::Number(9), thunk: uz_thunk_mmap },
@@ -199,14 +206,14 @@ const FUNCTIONS: [Function; 11] = [
     Function { name: c"munmap", find: Find::Number(11), thunk: uz_thunk_munmap },
     Function { name: c"mremap", find: Find::Number(25), thunk: uz_thunk_mremap },
     Function { name: c"madvise", find: Find::Number(28), thunk: uz_thunk_madvise },
-    Function { name: c"execve", find: Find::Number(59), thunk: uz_thunk_execve },
     Function { name: c"clone", find: Find::NewStack, thunk: uz_thunk_new_stack },
     Function { name: c"syscall", find: Find::AnyNumber, thunk: uz_thunk_syscall },
+    Function { name: c"execve", find: Find::Number(59), thunk: uz_thunk_execve },
     Function { name: c"prctl", find: Find::Number(157), thunk: uz_thunk_prctl },
     Function { name: c"mlockall", find: Find::Number(151), thunk: uz_thunk_mlockall },
 ];
 /// The place of `clone` among them.
-const CLONE: usize = 7;
+const CLONE: usize = 6;
 /// The jump for the loader's function follows theirs.
 const LOADER: usize = FUNCTIONS.len();
 /// Bytes from one jump of a page to the next.
@@ -237,7 +244,7 @@ struct Site {
 pub unsafe fn install() -> Result<(), PatchError> {
     let libc = Libc::find().ok_or(PatchError::Pattern)?;
     // SAFETY: as the caller promises.
-    let patched = unsafe { install_in(&libc) }?;
+    let patched = unsafe { install_in(&libc, Needed::InFirst) }?;
     CLONES.store(patched[CLONE], Relaxed);
     Ok(())
 }
@@ -254,7 +261,7 @@ pub fn follows_clone() -> bool {
 ///
 /// # Safety
 /// No other thread may run in that libc, unless it is patched.
-pub unsafe fn install_in(libc: &Libc) -> Result<[bool; FUNCTIONS.len()], PatchError> {
+pub unsafe fn install_in(libc: &Libc, needed: Needed) -> Result<[bool; FUNCTIONS.len()], PatchError> {
     let mut patched = [false; FUNCTIONS.len()];
     if is_patched(libc) {
         return Ok(patched);
@@ -268,7 +275,7 @@ pub unsafe fn install_in(libc: &Libc) -> Result<[bool; FUNCTIONS.len()], PatchEr
                 n += 1;
                 patched[i] = true;
             }
-            None if i < NEEDED => return Err(PatchError::Pattern),
+            None if i < needed as usize => return Err(PatchError::Pattern),
             None => {}
         }
     }
