@@ -72,12 +72,12 @@ pub(crate) trait References {
         any(false).or_else(|| any(true))
     }
 
-    /// Claims the first `n` adjacent clusters that are free and not late; returns the first of them.
-    fn claim_side_by_side(&self, me: usize, n: u32) -> Option<u32> {
+    /// Claims the first `n` adjacent clusters that are free, not late and that the caller `may` use; returns the first of them.
+    fn claim_side_by_side(&self, me: usize, n: u32, may: impl Fn(u32) -> bool) -> Option<u32> {
         let all = self.clusters();
         let mut first = 0;
         while first + n <= all {
-            let taken = (first..first + n).find(|c| !self.claim(*c, me, false));
+            let taken = (first..first + n).find(|c| !may(*c) || !self.claim(*c, me, false));
             let Some(taken) = taken else { return Some(first) };
             (first..taken).for_each(|c| self.release_cluster(me, c));
             first = taken + 1;

@@ -267,9 +267,12 @@ impl Pager {
             return swap.books.run_behind_last(BLOCK, RUN_BYTES, may_write).ok_or(NoRun::Again);
         }
         let n = clusters_for(sizes, bytes, 0);
-        let claimed = map.claim_side_by_side(me, n).or_else(|| {
+        // The story: a cluster in which a write had failed was claimed along with the others, and the folio refused as nothing may
+        // be written there. All came free again, so the next folio claimed the same ones, and none went to disk whole any more.
+        let claim = || map.claim_side_by_side(me, n, |c| !bad.contains(&c));
+        let claimed = claim().or_else(|| {
             map.bury_the_dead(Identity::own());
-            map.claim_side_by_side(me, n)
+            claim()
         });
         let Some(first) = claimed else {
             let total = sizes.iter().sum();

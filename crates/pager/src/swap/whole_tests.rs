@@ -166,6 +166,29 @@ fn a5_when_a_write_fails_every_page_is_kept() {
     }
 }
 
+/// Clusters in which writes have failed are passed over: a folio is written whole beyond them, as is one after it.
+///
+/// The story: see `Pager::room_for`.
+#[test]
+fn a_folio_is_not_put_where_writes_have_failed() {
+    for bad in [&[0u32][..], &[1], &[0, 2, 5]] {
+        let mut scene = scene();
+        let p = scene.pager;
+        let s = &mut *p.state.lock();
+        s.swap.as_mut().unwrap().bad.extend(bad);
+        // Each takes several clusters.
+        (0..3).for_each(|i| wait_whole(&scene, s, FIRST + (i << 9), 9));
+        let places = write_all(&mut scene, s, || Ok(()));
+        let swap = s.swap.as_ref().unwrap();
+        let cluster = |place: Place| (offset(place) / swap.books.cluster_bytes() as u64) as u32;
+        assert!(places.iter().all(|(place, _)| !bad.contains(&cluster(*place))), "{bad:?}");
+        assert!(places.is_sorted() && places.len() == 3 * 32, "{bad:?}: in their order");
+        assert!((FIRST..FIRST + (3 << 9)).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk), "{bad:?}");
+        assert_eq!(by_order(&scene, 9), (3, 0, 0), "{bad:?}");
+        end(s, FIRST..FIRST + (3 << 9));
+    }
+}
+
 /// A forked child has all pages of what its parent was writing, in its own pool.
 #[test]
 fn a5_a_child_has_what_waited_in_its_parent() {
