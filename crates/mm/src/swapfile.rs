@@ -19,7 +19,8 @@
 //! - Objects of a cluster are disjoint and sorted, and none crosses the cluster's end. An object has at least one live
 //!   page.
 //! - A run covers no block in which an older object lies.
-//! - `used` is the sum of the lengths of all objects, in grains.
+//! - `used` is the sum of the lengths of all objects, in grains, `waste` that of the parts of them whose pages have gone, and
+//!   `kept` the number of all pages that keep their places.
 //!
 //! Ownership: one owner, `&mut self` (the pager's lock).
 
@@ -36,6 +37,9 @@ pub const MOST_CLUSTERS: usize = 65_536;
 /// Largest file.
 pub const MOST_BYTES: u64 = (GRAIN as u64) << 32;
 const GRAINS_PER_BLOCK: usize = BLOCK / GRAIN;
+/// Bits of an object's length in grains, and the largest.
+const LEN_BITS: u32 = 12;
+const MOST_GRAINS: usize = (1 << LEN_BITS) - 1;
 
 /// How a file of a given size is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +78,8 @@ pub fn offset(place: Place) -> u64 {
 struct Slot {
     /// First grain, from the cluster's start.
     at: u16,
-    /// Length in grains.
-    len: u16,
+    /// Length in grains, and above that the number of pages that it was written for, less one.
+    size: u16,
     /// Pages that still refer to it, a bit each.
     live: u16,
     /// Those of them that are in memory as well, a bit each.
@@ -85,12 +89,28 @@ struct Slot {
 }
 
 impl Slot {
+    /// Length in grains.
+    fn len(&self) -> usize {
+        self.size as usize & MOST_GRAINS
+    }
+
     fn end(&self) -> usize {
-        self.at as usize + self.len as usize
+        self.at as usize + self.len()
+    }
+
+    /// Pages that it was written for.
+    fn pages(&self) -> usize {
+        (self.size >> LEN_BITS) as usize + 1
+    }
+
+    /// The part of its grains that were written for pages that refer to it no more.
+    fn waste(&self) -> usize {
+        self.len() * (self.pages() - self.live.count_ones() as usize) / self.pages()
     }
 
     fn object(&self) -> Object {
-        Object { len: self.len as usize * GRAIN, live: self.live, kept: self.kept, check: self.check }
+        let len = self.len() * GRAIN;
+        Object { len, live: self.live, kept: self.kept, check: self.check, pages: self.pages() }
     }
 }
 
@@ -112,6 +132,8 @@ pub struct Object {
     pub kept: u16,
     /// The caller's checksum of its contents.
     pub check: u32,
+    /// Number of pages that it was written for.
+    pub pages: usize,
 }
 
 /// A contiguous range of the file that is being filled, to be written with one call.
@@ -130,8 +152,11 @@ pub struct SwapFile {
     clusters: BTreeMap<u32, Cluster>,
     /// The cluster last written to.
     current: Option<u32>,
-    /// Grains that all objects take.
+    /// Grains that all objects take, and the part of them that was written for pages that refer to them no more.
     used: usize,
+    waste: usize,
+    /// Pages that keep their places.
+    kept: usize,
     /// Slots for which the clusters have room allocated.
     room: usize,
 }
@@ -140,7 +165,7 @@ impl SwapFile {
     /// The books without any cluster.
     pub fn new(geometry: Geometry) -> Self {
         let grains = (1usize << geometry.cluster_shift) / GRAIN;
-        Self { grains, clusters: BTreeMap::new(), current: None, used: 0, room: 0 }
+        Self { grains, clusters: BTreeMap::new(), current: None, used: 0, waste: 0, kept: 0, room: 0 }
     }
 
     /// The longest possible run, in bytes: a cluster.
@@ -151,6 +176,17 @@ impl SwapFile {
     /// Bytes that all objects take.
     pub fn used_bytes(&self) -> usize {
         self.used * GRAIN
+    }
+
+    /// The part of [`used_bytes`](Self::used_bytes) that was written for pages that are there no more: objects of several pages
+    /// stay whole until the last page has gone.
+    pub fn wasted_bytes(&self) -> usize {
+        self.waste * GRAIN
+    }
+
+    /// Number of pages that are in memory as well, and keep their places.
+    pub fn kept_pages(&self) -> usize {
+        self.kept
     }
 
     /// The clusters known here: those with objects, and those added but not used yet.
@@ -239,15 +275,17 @@ impl SwapFile {
     /// does not fit.
     ///
     /// # Panics
-    /// When `live` is empty.
+    /// When `live` is empty, or the object as large as a cluster.
     pub fn put(&mut self, run: &mut Run, len: usize, live: u16, check: u32) -> Option<Place> {
         assert!(live != 0, "an object that no page refers to");
         let grains = len.div_ceil(GRAIN);
+        assert!(grains <= MOST_GRAINS, "an object of {len} bytes");
         if run.next + grains > run.end {
             return None;
         }
         let cluster = self.clusters.get_mut(&run.cluster)?;
-        let slot = Slot { at: run.next as u16, len: grains as u16, live, kept: 0, check };
+        let size = grains as u16 | (live.count_ones() as u16 - 1) << LEN_BITS;
+        let slot = Slot { at: run.next as u16, size, live, kept: 0, check };
         let at = cluster.slots.partition_point(|s| s.at < slot.at);
         let room = cluster.slots.capacity();
         cluster.slots.insert(at, slot);
@@ -324,7 +362,9 @@ impl SwapFile {
     pub fn keep(&mut self, place: Place, pages: u16) {
         let slot = self.slot_mut(place);
         assert!(slot.live & pages == pages, "a page keeps a place on disk that it was not in");
+        let more = (pages & !slot.kept).count_ones() as usize;
         slot.kept |= pages;
+        self.kept += more;
     }
 
     /// Notes that these pages of an object, which kept their places, are on disk only again.
@@ -335,6 +375,7 @@ impl SwapFile {
         let slot = self.slot_mut(place);
         assert!(slot.kept & pages == pages, "a page goes back to a place on disk that it did not keep");
         slot.kept &= !pages;
+        self.kept -= pages.count_ones() as usize;
     }
 
     fn slot_mut(&mut self, place: Place) -> &mut Slot {
@@ -352,10 +393,14 @@ impl SwapFile {
         let cluster = self.clusters.get_mut(&index)?;
         let slot = &mut cluster.slots[i];
         assert!(slot.live & pages == pages, "a page left an object on disk that it was not in");
+        self.waste -= slot.waste();
+        self.kept -= (slot.kept & pages).count_ones() as usize;
         slot.live &= !pages;
         slot.kept &= !pages;
-        if slot.live == 0 {
-            let grains = slot.len as usize;
+        if slot.live != 0 {
+            self.waste += slot.waste();
+        } else {
+            let grains = slot.len();
             cluster.slots.remove(i);
             cluster.used -= grains;
             self.used -= grains;

@@ -34,6 +34,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 struct Model {
     /// Byte ranges of objects, by place.
     objects: BTreeMap<u32, (usize, u16, u32)>,
+    /// Number of pages that each was written for.
+    pages: BTreeMap<u32, usize>,
     /// The pages of these that are kept.
     kept: BTreeMap<u32, u16>,
     /// Clusters given to the planner.
@@ -111,7 +113,8 @@ impl Model {
                 break;
             };
             let object = file.get(place).unwrap();
-            prop_assert_eq!(object.len, len.next_multiple_of(GRAIN));
+            prop_assert_eq!((object.len, object.pages), (len.next_multiple_of(GRAIN), pages as usize));
+            self.pages.insert(place, object.pages);
             prop_assert!(self.objects.insert(place, (object.len, live, self.number)).is_none());
             self.number += 1;
         }
@@ -176,6 +179,13 @@ impl Model {
     fn agrees(&self, file: &SwapFile) -> Result<(), TestCaseError> {
         prop_assert_eq!(file.clusters().collect::<BTreeSet<_>>(), self.given.clone());
         prop_assert_eq!(file.used_bytes(), self.objects.values().map(|(len, ..)| *len).sum::<usize>());
+        let kept: u32 = self.kept.values().map(|kept| kept.count_ones()).sum();
+        prop_assert_eq!(file.kept_pages(), kept as usize);
+        let waste = |(place, (len, live, _)): (&u32, &(usize, u16, u32))| {
+            let pages = self.pages[place];
+            len / GRAIN * (pages - live.count_ones() as usize) / pages * GRAIN
+        };
+        prop_assert_eq!(file.wasted_bytes(), self.objects.iter().map(waste).sum::<usize>());
         // The books take something for each object and cluster, and nothing if there are none.
         let (least, books) = (12 * self.objects.len() + 64 * self.given.len(), file.metadata_bytes());
         prop_assert!(

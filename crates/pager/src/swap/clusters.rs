@@ -147,9 +147,9 @@ impl ClusterMap {
         self.owner[..self.clusters() as usize].iter().filter(used).count()
     }
 
-    /// Whether at least half of the clusters are in use.
-    pub fn is_half_full(&self) -> bool {
-        self.clusters_used() * 2 >= self.clusters() as usize
+    /// Whether at least so many eighths of the clusters are in use.
+    pub fn has_filled(&self, eighths: usize) -> bool {
+        self.clusters_used() * 8 >= self.clusters() as usize * eighths
     }
 
     /// Makes `me` the taker of a row; false while another process is.

@@ -21,8 +21,8 @@
 //! ([`State::kept_place`]).
 //!
 //! A kept place is given up page by page, with the page's reference to the object ([`State::release`]): when the page is found
-//! changed, freed, moved (a copy) or stored anew. Places are not kept while room on disk is short. From the moment at which half
-//! of the file, or of what the group may have there, is in use, no new ones are kept (the kernel's `vm_swap_full`); when there is
+//! changed, freed, moved (a copy) or stored anew. Places are not kept while room on disk is short. From the moment at which 7/8
+//! of the file, or of what the group may have there, are in use, no new ones are kept (see [`KEEP_UNTIL`]); when there is
 //! no room left, all kept ones are given up ([`State::give_up_kept`]). A forked child has its parent's kept places as it has its
 //! places: both processes refer to the clusters, and nobody writes into what another refers to.
 
@@ -35,12 +35,27 @@ use uzswap_mm::codec::Encoding;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::Entry;
-use uzswap_mm::swapfile::Place;
+use uzswap_mm::swapfile::{Object, Place};
 use uzswap_sys::process::Identity;
 use uzswap_sys::thread;
 
+/// Eighths of the file, or of what the group may have there, from which on no new places are kept.
+///
+/// The story: the kernel's `vm_swap_full` says half, and so did this. But a program has little use for a file in which it may
+/// fill half. One that read 192 MiB round and round with 300 MiB wrote all of it again in each round, and each round took five
+/// times as long as with a larger file. The last eighth is for what is written while kept places are given up one by one.
+const KEEP_UNTIL: usize = 7;
+/// From half of the file on, none are kept either while more than one part in so many of what this process has there was written
+/// for pages that have gone from it.
+///
+/// The story: of each block of four pages that was read back the program changed one. It was written elsewhere, and the others
+/// went back to their place, which stayed as large as it was. After some rounds the file was full, though two thirds of it would
+/// have been enough. A block of which no place is kept is written anew, without its gaps.
+const MOST_WASTE: usize = 5;
+/// Eighths from which on what goes to disk is to take less room there, and what dead processes have there is freed.
+const SPARE_FROM: usize = 4;
 /// Reads after which it is checked again whether room on disk is short.
-const LOOK_EVERY: u32 = 64;
+const LOOK_EVERY: u32 = 16;
 /// Least time between searches for what dead processes have on disk (nanoseconds); a search takes at most one part in so many of
 /// the time.
 const BURY_NS: u64 = 1_000_000_000;
@@ -84,28 +99,36 @@ impl Swap {
             return;
         }
         self.until_look = LOOK_EVERY;
-        self.keeps = !self.is_short_of_room(pager);
+        self.is_spare = !self.has_filled(pager, SPARE_FROM);
+        let wastes = self.books.wasted_bytes() * MOST_WASTE > self.books.used_bytes();
+        self.keeps = self.is_spare || !self.has_filled(pager, KEEP_UNTIL) && !wastes;
     }
 
-    /// Whether half of the file is in use, or half of what the group may have there.
-    pub(super) fn is_short_of_room(&self, pager: &Pager) -> bool {
+    /// Whether an object that is read back keeps its place: from half of the file on, only one without gaps.
+    pub(super) fn keeps(&self, place: Place) -> bool {
+        let has_gaps = |object: Object| (object.live.count_ones() as usize) < object.pages;
+        self.keeps && (self.is_spare || !self.books.get(place).is_some_and(has_gaps))
+    }
+
+    /// Whether so many eighths of the file are in use, or of what the group may have there.
+    fn has_filled(&self, pager: &Pager, eighths: usize) -> bool {
         let used = self.books.used_bytes();
-        self.map.is_half_full() || !pager.has_swap_room(used, used)
+        self.map.has_filled(eighths) || !pager.has_swap_room(used, used / eighths * (8 - eighths))
     }
 
-    /// For the writing thread: the same, after freeing now and then what ended processes have there.
+    /// For the writing thread: whether half of that is in use, after freeing now and then what ended processes have there.
     ///
     /// The story: that was freed only when no room was found. A child that had ended left the file half full. So its parent kept
     /// no places any more, and wrote to disk again what it had only read: 363 MiB in all, for 130.
     pub(super) fn is_short_without_the_dead(&mut self, pager: &Pager) -> bool {
-        let (short, now) = (self.is_short_of_room(pager), thread::now_ns());
+        let (short, now) = (self.has_filled(pager, SPARE_FROM), thread::now_ns());
         if !short || now < self.bury_at {
             return short;
         }
         self.map.bury_the_dead(Identity::own());
         let ended = thread::now_ns();
         self.bury_at = ended + BURY_NS.max((ended - now) * BURY_PART);
-        self.is_short_of_room(pager)
+        self.has_filled(pager, SPARE_FROM)
     }
 
     /// Marks the places of pages as kept: the pages are in memory too.
@@ -229,6 +252,9 @@ impl State {
     /// Gives up the places of everything that is in memory too, because the file has no room left; returns whether there were
     /// any.
     pub(super) fn give_up_kept(&mut self, swap: &mut Swap) -> bool {
+        if swap.books.kept_pages() == 0 {
+            return false;
+        }
         let mut found = Vec::new();
         self.pt.for_each(|vpn, pte| {
             let handle = if pte.tag() == Tag::Compressed { Some(pte.handle()) } else { pte.copy() };

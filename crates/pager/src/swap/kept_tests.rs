@@ -105,13 +105,90 @@ fn without_room_on_disk_no_place_is_kept() {
     (0..8).for_each(|i| object::set_flags(s.object(s.pt.get(FIRST + i).handle()), object::TRIED, 0));
     scene.write_out(s);
     assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (0, 16));
-    // Nor are places kept beyond half of `memory.swap.max`.
-    scene.pager.group.nodes[0].swap_max.store(s.swap.as_ref().unwrap().books.used_bytes() as u64 * 3 / 2, Relaxed);
-    s.swap.as_mut().unwrap().until_look = 0;
-    assert_eq!(scene.read(s, FIRST), 1);
-    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
-    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0);
+    // Nor are places kept beyond 7/8 of `memory.swap.max`.
+    let used = s.swap.as_ref().unwrap().books.used_bytes();
+    for (max, keeps) in [(used * 8 / 7 + 64, true), (used * 8 / 7 - 64, false)] {
+        scene.pager.group.nodes[0].swap_max.store(max as u64, Relaxed);
+        s.swap.as_mut().unwrap().until_look = 0;
+        assert_eq!(scene.read(s, FIRST), 1);
+        (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+        assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), if keeps { used } else { 0 }, "{max} of {used}");
+        scene.pager.group.nodes[0].swap_max.store(u64::MAX, Relaxed);
+        scene.write_out(s);
+    }
     end(s, FIRST..FIRST + 8);
+}
+
+/// A program that goes round in what takes more than half of the file writes it once. From 7/8 on nothing is kept.
+///
+/// The story: see [`kept::KEEP_UNTIL`].
+#[test]
+fn places_are_kept_until_most_of_the_file_is_in_use() {
+    for (clusters, keeps) in [(223, true), (225, false)] {
+        let mut scene = Scene::new(8);
+        let s = &mut *scene.pager.state.lock();
+        let map = s.swap.as_ref().unwrap().map;
+        // Another process, which lives, has the rest. (Of 256, and one is this process's.)
+        map.set_row(9, Identity::of(1), 0);
+        (1..clusters).for_each(|_| assert!(map.claim_cluster(9).is_some()));
+        assert_eq!((map.clusters_used(), map.has_filled(7)), (clusters, !keeps));
+        for round in 1..=3 {
+            s.swap.as_mut().unwrap().until_look = 0;
+            assert_eq!(scene.read(s, FIRST), 1);
+            (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+            let on_list = (0..8).map(|i| s.pt.get(FIRST + i).handle());
+            on_list.for_each(|handle| object::set_flags(s.object(handle), object::TRIED, 0));
+            scene.write_out(s);
+            assert!((0..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk), "round {round}");
+            let (clean, written) = if keeps { (8 * round, 8) } else { (0, 8 * (1 + round)) };
+            assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (clean, written));
+        }
+        end(s, FIRST..FIRST + 8);
+    }
+}
+
+/// From half of the file on, a block from which pages have gone keeps no place, and while much is gaps none does.
+///
+/// The story: see [`kept::MOST_WASTE`].
+#[test]
+fn where_half_of_the_file_is_in_use_no_place_with_gaps_is_kept() {
+    // (clusters in use, blocks that have lost a page, whether those keep their places, whether the others do)
+    for (clusters, with_gaps, keep, others_keep) in
+        [(100, 1, true, true), (140, 1, false, true), (140, 8, false, false)]
+    {
+        let mut scene = Scene::new(0);
+        let s = &mut *scene.pager.state.lock();
+        let blocks: Vec<u64> = (0..8).map(|i| FIRST + 4 * i).collect();
+        for vpn in &blocks {
+            let handle = testing::store(s, *vpn, 2, 0, half_noise);
+            object::set_flags(s.object(handle), object::TRIED, 0);
+        }
+        let whole = FIRST + 64;
+        let handle = testing::store(s, whole, 2, 0, half_noise);
+        object::set_flags(s.object(handle), object::TRIED, 0);
+        scene.write_out(s);
+        let map = s.swap.as_ref().unwrap().map;
+        map.set_row(9, Identity::of(1), 0);
+        (1..clusters).for_each(|_| assert!(map.claim_cluster(9).is_some()));
+        blocks[..with_gaps].iter().for_each(|vpn| events::forget_range(s, *vpn, *vpn + 1));
+        for vpn in [FIRST + 1, whole] {
+            s.swap.as_mut().unwrap().until_look = 0;
+            // Another's read may have brought it along.
+            scene.read(s, vpn);
+            check_block(s, vpn);
+        }
+        let keeps = |vpn: u64| s.on_disk(s.pt.get(vpn).handle()).is_some();
+        assert_eq!((keeps(FIRST + 1), keeps(whole)), (keep, others_keep), "{clusters} clusters, {with_gaps} with gaps");
+        assert_eq!(s.swap.as_ref().unwrap().books.get(0).is_some(), keep);
+        end(s, FIRST..FIRST + 68);
+    }
+}
+
+/// Checks that a page is in the pool and what it was.
+fn check_block(s: &mut State, vpn: u64) {
+    let (pte, mut out) = (s.pt.get(vpn), vec![0; PAGE << 2]);
+    assert_eq!(pte.tag(), Tag::Compressed, "page {vpn:x}");
+    assert!(decode(s, pte.handle(), &mut out) && out[pte.index() * PAGE..][..PAGE] == half_noise(vpn));
 }
 
 /// See [`Swap::is_short_without_the_dead`].
@@ -123,8 +200,8 @@ fn what_the_dead_have_on_disk_is_no_reason_to_keep_no_place() {
     let mut child = std::process::Command::new("true").spawn().unwrap();
     child.wait().unwrap();
     map.set_row(9, Identity::from_raw(child.id().into()).unwrap(), 0);
-    (0..200).for_each(|_| assert!(map.claim_cluster(9).is_some()));
-    assert!(map.is_half_full());
+    (0..230).for_each(|_| assert!(map.claim_cluster(9).is_some()));
+    assert!(map.has_filled(7));
     scene.store(s, FIRST + 8, half_noise);
     scene.write_out(s);
     assert_eq!(map.clusters_used(), 1);

@@ -143,6 +143,8 @@ pub struct Swap {
     readahead: Readahead,
     /// Whether objects that are read back keep their places, as there is room on disk.
     keeps: bool,
+    /// Whether less than half of the room there is in use.
+    is_spare: bool,
     /// Reads until that is checked again.
     until_look: u32,
     /// When to search again for what ended processes have on disk (monotonic nanoseconds).
@@ -177,6 +179,7 @@ impl Swap {
             on_disk: 0,
             readahead: Readahead::default(),
             keeps: false,
+            is_spare: false,
             until_look: 0,
             bury_at: 0,
         }))

@@ -258,7 +258,7 @@ impl Pager {
         // Its pages may be elsewhere than when it was written.
         let new = Header { flags: object::REFERENCED | ahead, vpn: base, ..head };
         let hashes = |to: &mut [u8]| object::set_hashes(to, 0, object::hashes(stored));
-        let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps);
+        let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps(place));
         let at = keeps.then_some(OnDisk { place, first: 0 });
         let stored = &stored[body..body + head.len];
         let handle = match self.inject(Site::Pool) {
