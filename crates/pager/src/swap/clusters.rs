@@ -102,6 +102,8 @@ pub struct ClusterMap {
     pub told: AtomicU32,
     /// Bytes of the file that are preallocated.
     pub allocated: AtomicU64,
+    /// How often a member found no room: each of the others then gives up the places that it only keeps.
+    pub(super) asked: AtomicU32,
     /// Number of rows inherited so far.
     forks: AtomicU32,
     /// One more than the highest row ever used.

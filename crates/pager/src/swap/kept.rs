@@ -26,6 +26,8 @@
 //! no room left, all kept ones are given up ([`State::give_up_kept`]). A forked child has its parent's kept places as it has its
 //! places: both processes refer to the clusters, and nobody writes into what another refers to.
 
+use super::turns::wake_writer;
+use super::writeback::RUN_BYTES;
 use super::{MOST_PAGES, Swap};
 use crate::pager::Pager;
 use crate::pool::object::{self, Header};
@@ -99,9 +101,14 @@ impl Swap {
             return;
         }
         self.until_look = LOOK_EVERY;
-        self.is_spare = !self.has_filled(pager, SPARE_FROM);
+        self.is_spare = !self.disk_is_full() && !self.has_filled(pager, SPARE_FROM);
         let wastes = self.books.wasted_bytes() * MOST_WASTE > self.books.used_bytes();
-        self.keeps = self.is_spare || !self.has_filled(pager, KEEP_UNTIL) && !wastes;
+        self.keeps = self.is_spare || !self.is_short(pager) && !wastes;
+    }
+
+    /// Whether so little room is left that no new places are kept.
+    pub(super) fn is_short(&self, pager: &Pager) -> bool {
+        self.disk_is_full() || self.has_filled(pager, KEEP_UNTIL)
     }
 
     /// Whether an object that is read back keeps its place: from half of the file on, only one without gaps.
@@ -279,7 +286,36 @@ impl State {
     }
 }
 
+impl State {
+    /// Gives up what is only kept if another member has found no room since.
+    pub(super) fn give_way(&mut self, swap: &mut Swap) {
+        let asked = swap.map.asked.load(Acquire);
+        if core::mem::replace(&mut swap.asked, asked) != asked {
+            self.give_up_kept(swap);
+        }
+    }
+}
+
 impl Pager {
+    /// Asks the other members to give up what they only keep, as there is no room left.
+    ///
+    /// The story: each gave up its own, and only when it wrote. An idle member kept most of the file, of pages that it had in memory
+    /// as well, and the others exceeded the limit.
+    pub(super) fn ask_for_room(&self, swap: &mut Swap) {
+        // It has nothing itself by now.
+        swap.asked = swap.map.asked.fetch_add(1, AcqRel).wrapping_add(1);
+        let slots = self.group.used().iter().filter(|slot| slot.owner.load(Relaxed) != 0);
+        slots.filter(|slot| !core::ptr::eq(*slot, self.me())).for_each(wake_writer);
+    }
+
+    /// Whether nothing may be written only because of what this process keeps (`memory.swap.max`), which it has given up now.
+    ///
+    /// The story: a process that had come to its `memory.swap.max` wrote nothing more, though much of that was of pages that it had
+    /// in memory as well.
+    pub(super) fn gives_way_to_itself(&self, s: &mut State, swap: &mut Swap) -> bool {
+        self.may_write_back() && !self.has_swap_room(swap.books.used_bytes(), RUN_BYTES) && s.give_up_kept(swap)
+    }
+
     /// The shrinker gives up an object that is on disk too. Its pages `out` are out, and `copies` have a copy. It leaves the pool
     /// without a write; returns the bytes that it freed.
     pub(super) fn put_out_kept(&self, s: &mut State, swap: &mut Swap, entry: Entry, out: u16, copies: u16) -> usize {

@@ -119,6 +119,28 @@ fn without_room_on_disk_no_place_is_kept() {
     end(s, FIRST..FIRST + 8);
 }
 
+/// What is only kept is no reason to write nothing where `memory.swap.max` is reached.
+///
+/// The story: see `Pager::gives_way_to_itself`.
+#[test]
+fn what_is_only_kept_gives_way_where_no_more_may_be_on_disk() {
+    let mut scene = Scene::new(8);
+    scene.pager.tier.file.store(0, Relaxed);
+    let s = &mut *scene.pager.state.lock();
+    assert_eq!(scene.read(s, FIRST), 1);
+    while s.swap.as_mut().unwrap().shrinker.pop().is_some() {}
+    scene.pager.group.nodes[0].swap_max.store(writeback::RUN_BYTES as u64 + 4096, Relaxed);
+    assert!(s.swap.as_ref().unwrap().books.used_bytes() > 4096);
+    (8..12).for_each(|i| scene.store(s, FIRST + i, half_noise));
+    assert!(scene.pager.disk_may_take(s) && scene.pager.disk_takes_over(s), "there will be room");
+    assert!(matches!(scene.plan_with_little_room(s), writeback::Round::Again));
+    scene.write_out(s);
+    assert!((8..12).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk));
+    assert_eq!(s.swap.as_ref().unwrap().books.kept_pages(), 0);
+    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    end(s, FIRST..FIRST + 12);
+}
+
 /// A program that goes round in what takes more than half of the file writes it once. From 7/8 on nothing is kept.
 ///
 /// The story: see [`kept::KEEP_UNTIL`].

@@ -137,6 +137,9 @@ pub struct Swap {
     rest_until: u64,
     /// Until when the disk counts as having no room for a larger file (monotonic nanoseconds).
     full_until: u64,
+    /// How often members had asked for room when this one last gave some up; and whether it asks now.
+    asked: u32,
+    asks: bool,
     /// Pages on disk.
     on_disk: usize,
     /// How much to read around a wanted object.
@@ -176,6 +179,8 @@ impl Swap {
             failures: 0,
             rest_until: 0,
             full_until: 0,
+            asked: map.asked.load(Relaxed),
+            asks: false,
             on_disk: 0,
             readahead: Readahead::default(),
             keeps: false,
@@ -393,9 +398,10 @@ impl Pager {
     }
 
     /// Whether a group that this process is in forbids writing back (`memory.zswap.writeback`), or has as much on disk as it may
-    /// (`memory.swap.max`).
+    /// (`memory.swap.max`), none of which is only kept.
     fn writeback_forbidden(&self, swap: &Swap) -> bool {
-        !self.may_write_back() || !self.has_swap_room(swap.books.used_bytes(), RUN_BYTES)
+        let has_room = self.has_swap_room(swap.books.used_bytes(), RUN_BYTES) || swap.books.kept_pages() > 0;
+        !self.may_write_back() || !has_room
     }
 
     /// Wakes the writing thread if there is something for it to do.

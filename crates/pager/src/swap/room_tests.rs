@@ -190,6 +190,105 @@ fn on_a_full_disk_no_place_is_kept() {
     end(s, FIRST..FIRST + PAGES);
 }
 
+/// See [`Pager::find_run`].
+#[test]
+fn on_a_full_disk_the_room_of_ended_processes_is_used() {
+    let mut scene = scene();
+    let map = scene.pager.clusters.unwrap();
+    map.allocated.store(2 * CLUSTER, Relaxed);
+    let mut process = std::process::Command::new("sleep").arg("600").spawn().expect("a process");
+    let row = map.take_row(Identity::of(process.id())).expect("a row");
+    assert_eq!(map.claim_cluster(row), Some(1));
+    process.kill().and_then(|()| process.wait()).expect("a child");
+    let new = FIRST + 0x1000;
+    store(&scene, new..new + 10);
+    let came = write_out(&mut scene, new..new + 10, 4);
+    assert_eq!((extensions(&came), came.last()), (1, Some(&Came::Wrote(1))), "{came:?}");
+    let s = &mut *scene.pager.state.lock();
+    scene.read(s, new);
+    check(s, new, new);
+    events::forget_range(s, new, new + 10);
+    end(s, FIRST..FIRST + PAGES);
+}
+
+/// Where a write failed it is tried again once there is no other room, in the file or on the disk.
+///
+/// The story: one failure that passed made a program exceed its limit for good, with a cluster that was nearly empty.
+#[test]
+fn without_other_room_it_is_tried_again_where_a_write_failed() {
+    for bytes in [CLUSTER, 64 << 20] {
+        let mut scene = scene();
+        let map = scene.pager.clusters.unwrap();
+        map.bytes.store(bytes, Relaxed);
+        events::forget_range(&mut scene.pager.state.lock(), FIRST, FIRST + PAGES / 2);
+        scene.pager.state.lock().swap.as_mut().unwrap().bad.push(0);
+        let new = FIRST + 0x1000;
+        store(&scene, new..new + 10);
+        let mut came = Vec::new();
+        while came.len() < 8 && !matches!(came.last(), Some(Came::Wrote(_))) {
+            came.push(round(&mut scene));
+            // It rests after it has searched everything.
+            scene.pager.state.lock().swap.as_mut().unwrap().rest_until = 0;
+        }
+        assert_eq!(came.last(), Some(&Came::Wrote(0)), "{came:?}");
+        assert!((new..new + 10).all(|vpn| scene.pager.state.lock().pt.get(vpn).tag() == Tag::Disk));
+        assert_eq!(
+            (extensions(&came), map.told.load(Relaxed) & 1 << Trouble::Full as u32),
+            ((bytes > CLUSTER).into(), 0)
+        );
+        let s = &mut *scene.pager.state.lock();
+        scene.read(s, new);
+        check(s, new, new);
+        events::forget_range(s, new, new + 10);
+        end(s, FIRST..FIRST + PAGES);
+    }
+}
+
+/// A member without room asks the others for what they only keep, before it says that the file is full.
+///
+/// The story: see [`Pager::ask_for_room`].
+#[test]
+fn who_has_no_room_asks_the_others_for_theirs() {
+    let mut scene = scene();
+    let map = scene.pager.clusters.unwrap();
+    map.bytes.store(CLUSTER, Relaxed);
+    // Another member, which lives.
+    map.set_row(9, Identity::of(1), 0);
+    // It is larger than what is left.
+    let new = FIRST + 0x1000;
+    _ = testing::store(&mut scene.pager.state.lock(), new, 4, 0, noise);
+    let told = || map.told.load(Relaxed) & 1 << Trouble::Full as u32 != 0;
+    let mut asked = Vec::new();
+    for _ in 0..4 {
+        assert_eq!(round(&mut scene), Came::Nothing);
+        asked.push((map.asked.load(Relaxed), told()));
+        scene.pager.state.lock().swap.as_mut().unwrap().rest_until = 0;
+    }
+    assert_eq!(asked, [(1, false), (1, true), (2, true), (2, true)]);
+    let s = &mut *scene.pager.state.lock();
+    events::forget_range(s, new, new + 16);
+    end(s, FIRST..FIRST + PAGES);
+}
+
+/// See [`who_has_no_room_asks_the_others_for_theirs`].
+#[test]
+fn who_is_asked_for_room_gives_up_what_it_only_keeps() {
+    let mut scene = Scene::new(8);
+    let map = scene.pager.clusters.unwrap();
+    let s = &mut *scene.pager.state.lock();
+    assert_eq!(scene.read(s, FIRST), 1);
+    while s.swap.as_mut().unwrap().shrinker.pop().is_some() {}
+    let mut kept_when_asked = |by: u32| {
+        map.asked.fetch_add(by, Relaxed);
+        assert!(matches!(scene.plan_with_little_room(s), Round::Rest(_)));
+        let books = &s.swap.as_ref().unwrap().books;
+        (books.kept_pages(), books.used_bytes() > 0)
+    };
+    assert_eq!([0, 1, 0].map(&mut kept_when_asked), [(8, true), (0, false), (0, false)]);
+    (FIRST..FIRST + 8).for_each(|vpn| check(s, vpn, vpn));
+    end(s, FIRST..FIRST + 8);
+}
+
 /// Without holes, extending the file is tried again now and then.
 #[test]
 fn on_a_full_disk_without_holes_it_is_tried_again() {

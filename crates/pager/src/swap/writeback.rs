@@ -38,6 +38,8 @@ const LEAST_RUN: usize = MOST_OBJECT.next_multiple_of(BLOCK);
 const FULL_NS: u64 = 10_000_000_000;
 /// Longest rest after failures, and the rest while there is nothing to write (nanoseconds).
 const REST_NS: u64 = 1_000_000_000;
+/// How long the other members have to give up what they only keep (nanoseconds).
+const ASK_NS: u64 = 20_000_000;
 /// The search for small holes takes one part in so many of the time in which they are searched and written to.
 const WALK_PART: u64 = 20;
 const IDLE_NS: u64 = 100_000_000;
@@ -154,6 +156,7 @@ impl Pager {
 
     pub(super) fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
         let Some(mut swap) = s.swap.take() else { return Round::Rest(REST_NS) };
+        s.give_way(&mut swap);
         let round = self.plan_whole(s, &mut swap, slot, buffer);
         let round = round.unwrap_or_else(|| self.plan_run(s, &mut swap, slot, buffer));
         let to_cut = swap.to_cut.take();
@@ -169,6 +172,7 @@ impl Pager {
         let mut task = match self.write_back_wanted(s, swap) {
             Wanted::Work(task) => task,
             Wanted::NotYet => return Round::NotYet,
+            Wanted::Unable if self.gives_way_to_itself(s, swap) => return Round::Again,
             other => {
                 let able = matches!(other, Wanted::Nothing);
                 self.takes_part(able);
@@ -200,10 +204,11 @@ impl Pager {
             }
             Ok(run) => run,
             Err(NoRun::Full(trouble)) => return self.file_is_full(s, swap, trouble),
-            // Room that is only kept gives way to what must be written.
-            Err(NoRun::Extend(cluster)) if swap.disk_is_full() && s.give_up_kept(swap) => {
+            // The disk has no room for it. A cluster in which another process may be writing still is there.
+            Err(NoRun::Extend(cluster)) if swap.disk_is_full() && !swap.map.is_late(cluster) => {
+                let Some(round) = self.finds_more(s, swap) else { return Round::Extend(cluster) };
                 swap.drop_cluster(cluster);
-                return Round::Again;
+                return round;
             }
             Err(NoRun::Extend(cluster)) => return Round::Extend(cluster),
             Err(NoRun::Again) => return Round::Again,
@@ -232,6 +237,11 @@ impl Pager {
         // There is a free cluster then, too, but it lies beyond the end of the file.
         if found.is_none() && swap.disk_is_full() {
             found = swap.books.run_in_hole(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
+            // The story: as a cluster can always be claimed there, what ended processes had in the file was never freed, and nothing
+            // more was written.
+            if found.is_none() {
+                map.bury_the_dead(Identity::own());
+            }
         }
         if found.is_none() {
             found = swap.claim(&bad).map(|cluster| {
@@ -255,16 +265,37 @@ impl Pager {
         found.unwrap_or(Err(NoRun::Full(Trouble::Full)))
     }
 
-    /// There is no room for what is next, unless some is only kept.
+    /// There is no room for what is next, unless some can be made.
     fn file_is_full(&self, s: &mut State, swap: &mut Swap, trouble: Trouble) -> Round {
-        if s.give_up_kept(swap) {
-            (swap.failures, swap.rest_until) = (0, 0);
-            return Round::Again;
+        if let Some(round) = self.finds_more(s, swap) {
+            return round;
         }
         self.tell(trouble);
         swap.failures += 1;
         swap.rest_until = thread::now_ns() + REST_NS;
         Round::Rest(REST_NS)
+    }
+
+    /// Makes room where there is none: what is only kept is given up, first by this process and then by the others, and where
+    /// writes failed it is tried again, as that may have passed. (A write that fails again rests longer each time.) None if there
+    /// is nothing of the kind.
+    fn finds_more(&self, s: &mut State, swap: &mut Swap) -> Option<Round> {
+        if s.give_up_kept(swap) {
+            (swap.failures, swap.rest_until) = (0, 0);
+            return Some(Round::Again);
+        }
+        if !swap.asks && swap.map.used_rows() > 1 {
+            swap.asks = true;
+            self.ask_for_room(swap);
+            swap.rest_until = thread::now_ns() + ASK_NS;
+            return Some(Round::Rest(ASK_NS));
+        }
+        if !swap.bad.is_empty() {
+            swap.bad.clear();
+            return Some(Round::Again);
+        }
+        swap.asks = false;
+        None
     }
 
     /// Preallocates a cluster that was just added, or waits until no writes of others can be under way there. Gives the cluster
@@ -356,7 +387,7 @@ impl Pager {
         c.zswpwb.fetch_add(from_pool as u64, Relaxed);
         match result {
             Ok(()) => {
-                swap.failures = 0;
+                (swap.failures, swap.asks) = (0, false);
                 self.tier.writes.fetch_add(1, Relaxed);
                 self.tier.helps.store(true, Relaxed);
             }
