@@ -5,7 +5,7 @@
 //! | what | where |
 //! |---|---|
 //! | the options of `run`, and what can be wrong with them | `config`, `folios`, `check`, `elf` (the program), `machine` |
-//! | how the program is started, and how the command lives beside it | `run`, `handed`, `addressed`, `signals`, `stack`, `descriptors` |
+//! | how the program is started, and how the command lives beside it | `run`, `handed`, `addressed`, `signals`, `witness`, `stack`, `descriptors` |
 //! | where its pages go | `swap` (a file), `remote` (a server) |
 //! | what is reported of it | `totals`, `summary`, `report`, `record`, `output` |
 //! | groups | `groups`, `group_name`; `ctl`, `stat` and `stat_files` |
@@ -49,6 +49,7 @@ mod stat_files;
 mod summary;
 mod swap;
 mod totals;
+mod witness;
 
 use clap::error::ErrorKind as Said;
 use clap::{CommandFactory, Parser};

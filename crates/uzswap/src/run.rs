@@ -17,6 +17,7 @@ use crate::record::Recording;
 use crate::report::{self, Report};
 use crate::signals::{self, Blocked};
 use crate::swap::Swap;
+use crate::witness::Early;
 use crate::{EXIT_CANNOT_RUN, EXIT_NO_PROGRAM, summary, totals::Totals};
 use std::env;
 use std::ffi::OsString;
@@ -83,14 +84,15 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     // Last, as a group inside another stays, whatever becomes of this run.
     let group = check::group(&config, &wanted)?;
     tell(&group, without_move, &config)?;
-    let blocked = Blocked::new();
+    let mut blocked = Blocked::new();
     let trace = outputs.trace.as_ref().map(|trace| start_recording(&group, trace)).transpose()?;
     let keeper = swap.as_ref().map_or(Ok(None), Swap::serve)?;
     let files = keeper.as_ref().and_then(|_| Limit::raise().ok());
     let start = Instant::now();
     let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked, files)?;
     outputs.keep();
-    let (ended, usage) = supervise(child, &blocked);
+    let (ended, usage) = supervise(child, &mut blocked);
+    blocked.program_ended();
     let wall = start.elapsed();
     if let Some((left @ 1.., seconds)) = keeper.map(|keeper| keeper.finish()) {
         summary::say(&format!(
@@ -192,7 +194,7 @@ fn start_program(
         sanitizer.push(if sanitizer.is_empty() { "" } else { ":" });
         sanitizer.push("verify_asan_link_order=0");
     }
-    let (inherited, handed) = (blocked.inherited, Handed::take());
+    let (inherited, early, handed) = (blocked.inherited, blocked.early(), Handed::take());
     let mut start = Command::new(program);
     start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env("ASAN_OPTIONS", sanitizer);
     start.env(ENV_GROUP, group.file.path());
@@ -207,6 +209,7 @@ fn start_program(
     // SAFETY: the closure makes async-signal-safe calls only.
     unsafe {
         start.pre_exec(move || {
+            early.iter().for_each(Early::note);
             inherited.restore();
             inherited.close_streams();
             handed.give();
@@ -226,7 +229,7 @@ fn start_program(
 }
 
 /// Forwards signals until the program ends; stops when it stops, and goes on when it does.
-fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
+fn supervise(child: libc::pid_t, blocked: &mut Blocked) -> (Ended, Usage) {
     loop {
         let came = blocked.wait();
         if came.signal() != libc::SIGCHLD {

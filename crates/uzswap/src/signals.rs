@@ -1,9 +1,12 @@
 //! Signals between the terminal, the command, and the program.
 //!
 //! While the program runs, all signals are blocked in the command, which takes them one by one. It forwards what somebody sent to
-//! it. What the kernel sent (Ctrl-C at the terminal) has reached the program by itself. One exception: if the terminal is gone,
-//! the kernel tells only the session's leader, which we are if `ssh`, `tmux` or a terminal's window starts us.
+//! it alone. What somebody sent to the whole process group ([`witness`]) has reached the program by itself, and so has what the
+//! kernel sent (Ctrl-C at the terminal). One exception: if the terminal is gone, the kernel tells only the session's leader, which
+//! we are if `ssh`, `tmux` or a terminal's window starts us.
 
+use crate::witness::{self, Early, Witness, bit};
+use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
@@ -19,6 +22,9 @@ const OWN: [libc::c_int; 8] = [
     libc::SIGSYS,
     libc::SIGPIPE,
 ];
+
+/// The highest signal.
+const SIGNALS: libc::c_int = 64;
 
 /// Whether SIGPIPE was ignored before Rust's start-up code ignored it.
 static PIPE_IGNORED: AtomicBool = AtomicBool::new(false);
@@ -61,12 +67,14 @@ pub struct Blocked {
     set: libc::sigset_t,
     /// Whether we lead a session with a terminal: the kernel tells only us when it is gone.
     leads_terminal: bool,
+    /// Sees what comes to our whole process group. None if there can be none.
+    witness: Option<Witness>,
     /// The state before.
     pub inherited: Inherited,
 }
 
 impl Blocked {
-    /// Blocks the signals to be forwarded, and sees that SIGCHLD comes.
+    /// Blocks the signals to be forwarded, and sees that SIGCHLD comes. From now on the witness is there.
     pub fn new() -> Blocked {
         let child_ignored = is_ignored(libc::SIGCHLD);
         let mut set = MaybeUninit::uninit();
@@ -85,19 +93,80 @@ impl Blocked {
         Blocked {
             set,
             leads_terminal: leads_session() && has_terminal(),
+            witness: Witness::start(&set),
             inherited: Inherited { mask, closed: CLOSED.load(Relaxed), child_ignored, pipe_ignored, file_size_ignored },
         }
     }
 
+    /// What the program's process is to call before it executes the program.
+    pub fn early(&self) -> Option<Early> {
+        self.witness.as_ref().and_then(Witness::early)
+    }
+
+    /// Forgets what has come until the program's end, and ends the witness.
+    ///
+    /// The story: a program took a signal to its group, and exited with status 0. The command, which had not come to its own copy of
+    /// the signal yet, ended by it.
+    pub fn program_ended(&mut self) {
+        while witness::take(&self.set).is_some() {}
+        self.witness.iter().for_each(Witness::end);
+    }
+
     /// Waits for a signal.
-    pub fn wait(&self) -> Came {
+    pub fn wait(&mut self) -> Came {
+        loop {
+            let Some(witness) = &self.witness else { return self.wait_alone() };
+            let told = witness.sleep();
+            let pending = witness::pending();
+            // SIGCHLD is never forwarded.
+            if told || (1..=SIGNALS).any(|signal| signal != libc::SIGCHLD && self.is_in(pending, signal)) {
+                self.look();
+            }
+            // SIGCHLD last: the news that the program has stopped would stop us, and that discards a SIGCONT; after the program's end,
+            // what is still pending would end us.
+            let others = (1..=SIGNALS).filter(|signal| *signal != libc::SIGCHLD);
+            let next = others.chain([libc::SIGCHLD]).find(|signal| self.is_in(pending, *signal));
+            if let Some(came) = next.and_then(|signal| self.take(signal)) {
+                return came;
+            }
+        }
+    }
+
+    /// Whether this is one of the signals that we take, and it is in the mask.
+    fn is_in(&self, mask: u64, signal: libc::c_int) -> bool {
+        // SAFETY: `set` is initialised.
+        mask & bit(signal) != 0 && unsafe { libc::sigismember(&raw const self.set, signal) } == 1
+    }
+
+    /// Asks the witness what has come to it.
+    fn look(&mut self) {
+        if self.witness.as_mut().is_some_and(|witness| witness.look().is_none()) {
+            self.witness = None;
+        }
+    }
+
+    /// Takes a signal that was pending before [`Self::look`].
+    fn take(&mut self, signal: libc::c_int) -> Option<Came> {
+        let mut set = MaybeUninit::uninit();
+        // SAFETY: sigemptyset initialises the set.
+        let set = unsafe {
+            libc::sigemptyset(set.as_mut_ptr());
+            libc::sigaddset(set.as_mut_ptr(), signal);
+            set.assume_init()
+        };
+        let info = witness::take(&set)?;
+        Some(Came { info, group: self.witness.as_mut().and_then(|witness| witness.saw(&info)) })
+    }
+
+    /// Waits for a signal where there is no witness.
+    fn wait_alone(&self) -> Came {
         loop {
             let mut info = MaybeUninit::<libc::siginfo_t>::uninit();
             // SAFETY: `set` is initialised; the kernel fills `info` when the call succeeds.
             let signal = unsafe { libc::sigwaitinfo(&raw const self.set, info.as_mut_ptr()) };
             if signal > 0 {
                 // SAFETY: the successful call has filled it.
-                return Came(unsafe { info.assume_init() });
+                return Came { info: unsafe { info.assume_init() }, group: None };
             }
         }
     }
@@ -108,8 +177,12 @@ impl Blocked {
     /// The stories: a program was stopped by its own pid and continued in the same way. Its command stayed stopped for good, and
     /// whoever waited for the command waited forever. The same happened if a terminal went away just before we stopped: stopping
     /// discards the SIGCONT by which the kernel makes sure that the hangup is noticed.
-    pub fn stop_with(&self, child: libc::pid_t) {
-        let path = std::ffi::CString::new(format!("/proc/{child}/stat")).unwrap_or_default();
+    pub fn stop_with(&mut self, child: libc::pid_t) {
+        let path = CString::new(format!("/proc/{child}/stat")).unwrap_or_default();
+        // Stopping would discard this.
+        if self.continued(child, -1) && !is_stopped(&path) {
+            return;
+        }
         // SAFETY: no memory is involved.
         let me = unsafe { libc::getpid() };
         // SAFETY: the child makes async-signal-safe calls only, and never returns from here.
@@ -127,36 +200,55 @@ impl Blocked {
             }
         }
         // A SIGCONT from the watcher is for us alone; one from others is for the program, too.
-        if sent_to_continue().is_some_and(|by| by != watcher) {
-            let _ = send(child, libc::SIGCONT);
+        self.continued(child, watcher);
+    }
+
+    /// Takes a pending SIGCONT, and passes it on unless the watcher sent it. Returns whether one was pending.
+    fn continued(&mut self, child: libc::pid_t, watcher: libc::pid_t) -> bool {
+        if witness::pending() & bit(libc::SIGCONT) == 0 {
+            return false;
         }
+        self.look();
+        let came = self.take(libc::SIGCONT);
+        if let Some(came) = came.as_ref().filter(|came| came.sender() != Some(watcher)) {
+            came.pass_on(child);
+        }
+        came.is_some()
     }
 }
 
 /// A signal that was sent to us.
-pub struct Came(libc::siginfo_t);
+pub struct Came {
+    info: libc::siginfo_t,
+    /// The process group that it was sent to; None if it was sent to us alone, or that is unknown.
+    group: Option<libc::pid_t>,
+}
 
 impl Came {
     /// Its number.
     pub fn signal(&self) -> libc::c_int {
-        self.0.si_signo
+        self.info.si_signo
     }
 
     /// The process that sent it to us; None if the kernel sent it to the group.
     fn sender(&self) -> Option<libc::pid_t> {
         // SAFETY: the code says that the signal has a sender.
-        (self.0.si_code <= 0).then(|| unsafe { self.0.si_pid() })
+        (self.info.si_code <= 0).then(|| unsafe { self.info.si_pid() })
     }
 
-    /// Passes the signal on to our child, unless the child itself sent it, to its parent or to its whole group.
+    /// Passes the signal on to our child, unless it was sent to the group that the child is in, or the child itself sent it.
     ///
     /// The story: a program that told its parent by a signal that it was ready got that signal back, which ended it. A program
     /// that ended its group (`kill 0`) cleaned up twice.
     pub fn pass_on(&self, child: libc::pid_t) {
         let sender = self.sender();
+        // SAFETY: no memory is involved.
+        if self.group.is_some_and(|group| unsafe { libc::getpgid(child) } == group) {
+            return;
+        }
         for signal in passed_on(self.signal(), sender.is_some()).filter(|_| sender != Some(child)) {
             // The child may have just ended: then SIGCHLD is next.
-            let _ = if self.0.si_code == libc::SI_QUEUE { self.queue(child) } else { send(child, signal) };
+            let _ = if self.info.si_code == libc::SI_QUEUE { self.queue(child) } else { send(child, signal) };
         }
     }
 
@@ -165,7 +257,7 @@ impl Came {
     /// The story: the value was always 0.
     fn queue(&self, child: libc::pid_t) -> io::Result<()> {
         // SAFETY: the kernel reads its own siginfo, which outlives the call.
-        let sent = unsafe { libc::syscall(libc::SYS_rt_sigqueueinfo, child, self.signal(), &raw const self.0) };
+        let sent = unsafe { libc::syscall(libc::SYS_rt_sigqueueinfo, child, self.signal(), &raw const self.info) };
         if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
@@ -249,7 +341,7 @@ fn has_terminal() -> bool {
 }
 
 /// Whether this `/proc/PID/stat` says that its process is stopped. Makes only async-signal-safe calls.
-fn is_stopped(path: &std::ffi::CStr) -> bool {
+fn is_stopped(path: &CStr) -> bool {
     let mut text = [0u8; 256];
     // SAFETY: the path is a C string, and the buffer has the size given.
     let read = unsafe {
@@ -261,20 +353,6 @@ fn is_stopped(path: &std::ffi::CStr) -> bool {
     // The name in brackets may contain brackets itself.
     let after = text[..read].iter().rposition(|b| *b == b')').and_then(|at| text.get(at + 2));
     after.is_some_and(|state| b"Tt".contains(state))
-}
-
-/// Takes a pending SIGCONT, if there is one, and returns the process that sent it, if one did.
-fn sent_to_continue() -> Option<libc::pid_t> {
-    let (mut set, mut info) = (MaybeUninit::uninit(), MaybeUninit::<libc::siginfo_t>::uninit());
-    let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: sigemptyset initialises the set; the kernel fills `info` if the call succeeds; the code says whether the signal has
-    // a sender.
-    unsafe {
-        libc::sigemptyset(set.as_mut_ptr());
-        libc::sigaddset(set.as_mut_ptr(), libc::SIGCONT);
-        let taken = libc::sigtimedwait(set.as_ptr(), info.as_mut_ptr(), &raw const now) > 0;
-        (taken && info.assume_init().si_code <= 0).then(|| info.assume_init().si_pid())
-    }
 }
 
 /// The signals that the program gets for one that came to us: `sent` by a process, or else by the kernel.

@@ -144,13 +144,17 @@ impl Member {
         self.child.id()
     }
 
-    /// The pid of the program below the command.
+    /// The pid of the program below the command, which has another child: its witness (`uzswap::witness`).
     pub(crate) fn pid(&self) -> u32 {
         let id = self.child.id();
         let mut found = None;
         eventually("a program below the command", || {
             let pids = fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
-            found = pids.into_iter().find(|pid| state_and_parent(*pid).is_some_and(|(_, parent)| parent == id));
+            let comm = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            found = pids
+                .into_iter()
+                .filter(|pid| state_and_parent(*pid).is_some_and(|(_, parent)| parent == id))
+                .find(|pid| !["uzswap\n", "signal-witness\n"].contains(&comm(*pid).as_str()));
             found.is_some()
         });
         found.unwrap()

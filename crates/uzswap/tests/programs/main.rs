@@ -28,6 +28,7 @@ mod qemu;
 mod read_only;
 mod redis;
 mod remote;
+mod signalled;
 mod snapshot;
 mod torture;
 mod units;
