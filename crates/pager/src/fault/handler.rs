@@ -441,10 +441,13 @@ impl Handler {
         if !p.signs.watched.swap(true, SeqCst) {
             p.poke_ticker();
         }
+        let mut s = p.state.lock();
         // A program that waits for the disk sleeps where its last fault was served.
         if self.waiting.is_empty() {
-            p.state.lock().placement.slept();
+            s.placement.slept();
         }
+        // In any case: it would not sleep again while it is time to.
+        self.reads.give_back();
     }
 }
 

@@ -17,6 +17,7 @@
 use super::io::{STANDS_NS, some_blocks};
 use super::readers::READERS;
 use super::writeback::{Block, bytes_of};
+use crate::frames::arena;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
@@ -31,6 +32,8 @@ pub(super) const DEPTH: usize = 8;
 /// Bytes of a buffer: what is read ahead at once, which is more than the largest object with the blocks in which it begins and
 /// ends.
 pub(super) const BUFFER: usize = uzswap_mm::readahead::STREAM_BYTES;
+/// After so long without a read the buffers are given back (nanoseconds).
+const REST_NS: u64 = 10_000_000_000;
 /// After this many transfers in a row of less than a block the read has failed.
 const MOST_FRUITLESS: u32 = 8;
 /// Result of a read that was not made: its thread could not reach the server, but another may.
@@ -162,6 +165,12 @@ struct Slot {
     closed: bool,
 }
 
+/// A buffer of zeros.
+fn zeroed() -> Vec<Block> {
+    // SAFETY: zeros are blocks. (They are not written to: what is never read into takes no memory.)
+    unsafe { Box::<[Block]>::new_zeroed_slice(BUFFER / BLOCK).assume_init() }.into_vec()
+}
+
 /// The reads, and the means by which they are made.
 #[derive(Default)]
 pub(crate) struct Reads {
@@ -173,6 +182,8 @@ pub(crate) struct Reads {
     messages: u64,
     /// Whether a read was given up, whose end will never be reported: faults that need it must ask again.
     given_up: bool,
+    /// When a read was last taken (monotonic nanoseconds); 0 once the buffers were given back.
+    used_at: u64,
 }
 
 impl Reads {
@@ -220,8 +231,7 @@ impl Reads {
         };
         let slot = &mut self.slots[i];
         if slot.buffer.is_empty() {
-            // SAFETY: zeros are blocks. (They are not written to: what is never read into takes no memory.)
-            slot.buffer = unsafe { Box::<[Block]>::new_zeroed_slice(BUFFER / BLOCK).assume_init() }.into_vec();
+            slot.buffer = zeroed();
         }
         if self.event.is_some() {
             pager.start_reader(s, i);
@@ -240,10 +250,11 @@ impl Reads {
         self.iter().any(|read| matches!(read.stage, Stage::Ended(_)) && !self.is_held(read))
     }
 
-    /// When to look again for reads that are withheld (monotonic nanoseconds).
+    /// When to look again, for reads that are withheld or for buffers to give back (monotonic nanoseconds).
     pub(crate) fn look_at(&self) -> Option<u64> {
         let stalled = |read: &Read| if let Stage::Stalled(until) = read.stage { Some(until) } else { None };
-        self.iter().filter_map(|read| stalled(read).or(read.held.map(|(_, until)| until))).min()
+        let withheld = self.iter().filter_map(|read| stalled(read).or(read.held.map(|(_, until)| until)));
+        withheld.chain(self.give_back_at()).min()
     }
 
     fn is_held(&self, read: &Read) -> bool {
@@ -397,7 +408,21 @@ impl Reads {
         let Some(read) = slot.read.take() else { return false };
         let Stage::Ended(result) = read.stage else { return false };
         take(&read, &mut bytes_of(&mut slot.buffer)[..read.len], result);
+        self.used_at = thread::now_ns();
         true
+    }
+
+    /// When to give back the buffers' memory (monotonic nanoseconds); None if that was done, or there are reads.
+    fn give_back_at(&self) -> Option<u64> {
+        (self.used_at != 0 && self.iter().next().is_none()).then_some(self.used_at + REST_NS)
+    }
+
+    /// Gives the buffers' memory back to the kernel if it is time to: in all 1.6 MiB, which count against the limit.
+    pub(crate) fn give_back(&mut self) {
+        if self.give_back_at().is_some_and(|at| thread::now_ns() >= at) {
+            self.slots.iter_mut().for_each(|slot| arena::vacate(bytes_of(&mut slot.buffer)));
+            self.used_at = 0;
+        }
     }
 }
 
@@ -446,6 +471,40 @@ impl Reads {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Buffers go ten seconds after the last read was taken, and stay while there is a read.
+    #[test]
+    fn buffers_are_given_back() {
+        let mut reads = Reads::by_hand();
+        assert_eq!(reads.look_at(), None);
+        for slot in &mut reads.slots[..2] {
+            slot.buffer = zeroed();
+            bytes_of(&mut slot.buffer).fill(7);
+            slot.read = Some(Read { stage: Stage::Ended(Ok(())), ..Read::new(0, BLOCK, 0) });
+        }
+        // What was given back reads as zeros.
+        let buffers = |reads: &mut Reads| {
+            reads
+                .slots
+                .iter_mut()
+                .map(|slot| bytes_of(&mut slot.buffer).get(BUFFER / 2) == Some(&7))
+                .filter(|full| *full)
+                .count()
+        };
+        assert!(reads.take(|_, _, _| ()));
+        reads.used_at -= REST_NS;
+        reads.give_back();
+        assert_eq!((buffers(&mut reads), reads.look_at()), (2, None), "one is read into");
+        let before = thread::now_ns();
+        assert!(reads.take(|_, _, _| ()));
+        let at = reads.look_at().expect("a time");
+        assert!((before..=thread::now_ns()).contains(&(at - REST_NS)));
+        reads.give_back();
+        assert_eq!(buffers(&mut reads), 2);
+        reads.used_at -= REST_NS;
+        reads.give_back();
+        assert_eq!((buffers(&mut reads), reads.look_at()), (0, None));
+    }
 
     /// The result of each transfer → the read's stage after it, for a read of 16 KiB.
     #[test]
