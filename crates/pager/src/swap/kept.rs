@@ -26,6 +26,7 @@
 //! no room left, all kept ones are given up ([`State::give_up_kept`]). A forked child has its parent's kept places as it has its
 //! places: both processes refer to the clusters, and nobody writes into what another refers to.
 
+use super::references::References;
 use super::turns::wake_writer;
 use super::writeback::RUN_BYTES;
 use super::{MOST_PAGES, Swap};
@@ -56,8 +57,10 @@ const KEEP_UNTIL: usize = 7;
 const MOST_WASTE: usize = 5;
 /// Eighths from which on what goes to disk is to take less room there, and what dead processes have there is freed.
 const SPARE_FROM: usize = 4;
-/// Reads after which it is checked again whether room on disk is short.
+/// Reads after which it is checked again whether room on disk is short. In a large file, which they fill less of, it is a read for
+/// so many clusters, as all of them are looked at.
 const LOOK_EVERY: u32 = 16;
+const CLUSTERS_PER_READ: u32 = 256;
 /// Least time between searches for what dead processes have on disk (nanoseconds); a search takes at most one part in so many of
 /// the time.
 const BURY_NS: u64 = 1_000_000_000;
@@ -100,7 +103,7 @@ impl Swap {
             self.until_look -= 1;
             return;
         }
-        self.until_look = LOOK_EVERY;
+        self.until_look = LOOK_EVERY.max(self.map.clusters() / CLUSTERS_PER_READ);
         self.is_spare = !self.disk_is_full() && !self.has_filled(pager, SPARE_FROM);
         let wastes = self.books.wasted_bytes() * MOST_WASTE > self.books.used_bytes();
         self.keeps = self.is_spare || !self.is_short(pager) && !wastes;
