@@ -56,7 +56,7 @@ use uzswap_pager::pager::Pager;
 use uzswap_pager::says;
 use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
-use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
+use uzswap_pager::trace::{RINGS_AT, Rings};
 use uzswap_sys::thread::set_signal_mask as set_mask;
 use uzswap_sys::{memfd, process, raw, sys, thread};
 
@@ -208,38 +208,29 @@ fn group_at(
         _ => GONE,
     };
     let fd = memfd::open(path, OBJECT).map_err(why)?;
-    if !inode.is_none_or(|inode| is_inode(fd, inode)) {
-        raw::close(fd);
-        return Err(GONE);
-    }
-    if !memfd::keeps(fd, size_of::<GroupPage>()) {
-        raw::close(fd);
-        return Err(OTHER_VERSION);
-    }
-    let rw = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping of the group's object.
-    let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<GroupPage>(), rw, libc::MAP_SHARED, fd, 0) };
-    let Ok(at) = at else {
-        raw::close(fd);
-        return Err(GONE);
+    let group = match memfd::sealed(fd) {
+        Some(object) if inode.is_some_and(|inode| inode != object.inode) => Err(GONE),
+        // SAFETY: it is that large for good, and all atomics.
+        Some(object) if object.bytes >= size_of::<GroupPage>() => unsafe { shared::<GroupPage>(fd, 0) }.ok_or(GONE),
+        _ => Err(OTHER_VERSION),
     };
-    // SAFETY: the mapping is as large as the page, all atomics, and stays for good.
-    let group: &'static GroupPage = unsafe { &*(at as *const GroupPage) };
-    let rings = rings(group, fd);
+    let rings = group.ok().and_then(|group| rings(group, fd));
     raw::close(fd);
+    let group = group?;
     if group.magic.load(Acquire) != MAGIC {
         return Err(OTHER_VERSION);
     }
     Ok((group, rings))
 }
 
-/// Whether a file has this inode.
-fn is_inode(fd: i32, inode: u64) -> bool {
-    // SAFETY: a plain structure, for which zeros are a valid value.
-    let mut found: libc::stat = unsafe { core::mem::zeroed() };
-    // SAFETY: a structure of ours.
-    let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut found) };
-    asked.is_ok() && inode == found.st_ino
+/// Maps what an object has at a multiple of the page size, for good; `None` if the kernel refuses.
+///
+/// # Safety
+/// The object must have a whole `T` there for good, in which everything is atomic.
+unsafe fn shared<T>(fd: i32, at: usize) -> Option<&'static T> {
+    let rw = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping, which is page-aligned, as large as the value, and stays.
+    unsafe { sys!(libc::SYS_mmap, 0, size_of::<T>(), rw, libc::MAP_SHARED, fd, at).ok().map(|at| &*(at as *const T)) }
 }
 
 /// The books of the run's swap file, if it has one. Without them the process runs without swap.
@@ -256,17 +247,11 @@ fn swap() -> Option<&'static ClusterMap> {
     // SAFETY: the environment's string.
     let path = unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes_with_nul();
     let fd = memfd::open(path, swap_books::OBJECT).ok()?;
-    if !memfd::keeps(fd, size_of::<ClusterMap>()) {
-        raw::close(fd);
-        return None;
-    }
-    let rw = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping of the books' object, which is that large.
-    let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<ClusterMap>(), rw, libc::MAP_SHARED, fd, 0) };
+    let object = memfd::sealed(fd).filter(|object| object.bytes >= size_of::<ClusterMap>());
+    // SAFETY: it is that large for good, and all atomics.
+    let map = object.and_then(|_| unsafe { shared::<ClusterMap>(fd, 0) });
     raw::close(fd);
-    // SAFETY: the mapping is page-aligned, as large as the books, all atomics, and stays for good.
-    let map: &'static ClusterMap = unsafe { &*(at.ok()? as *const ClusterMap) };
-    (map.magic.load(Acquire) == swap_books::MAGIC).then_some(map)
+    map.filter(|map| map.magic.load(Acquire) == swap_books::MAGIC)
 }
 
 /// The rings to record in, if the group records. Without them the process runs as usual.
@@ -274,12 +259,8 @@ fn rings(group: &GroupPage, fd: i32) -> Option<&'static Rings> {
     if group.magic.load(Acquire) != MAGIC || group.recording.load(Relaxed) == 0 {
         return None;
     }
-    let len = OBJECT_BYTES - RINGS_AT;
-    // SAFETY: a new mapping of the group's object, which is that large when the group records.
-    let at =
-        unsafe { sys!(libc::SYS_mmap, 0, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd, RINGS_AT) };
-    // SAFETY: the mapping is page-aligned, as large as the rings, all atomics, and stays for good.
-    at.ok().map(|at| unsafe { &*(at as *const Rings) })
+    // SAFETY: the group's object is that large when the group records, and all atomics.
+    unsafe { shared(fd, RINGS_AT) }
 }
 
 /// Whether a limit of the process (`ulimit -v`, `ulimit -d`) may be why it cannot reserve memory.

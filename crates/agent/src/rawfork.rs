@@ -226,11 +226,7 @@ pub unsafe extern "C" fn clone(
         // SAFETY: the caller's arguments.
         return unsafe { real(entry, stack, flags, arg, parent_tid, tls, child_tid) };
     }
-    let mut used = [(0, 0); 5];
-    used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid as usize, parent_tid as usize, child_tid as usize));
-    // libc writes to the new stack, too, before there is a child.
-    used[3] = ((stack as usize).saturating_sub(HOOK_STACK), HOOK_STACK);
-    hold_with(&used, flags as u64);
+    hold_for_clone(flags, stack as usize, parent_tid as usize, child_tid as usize);
     ENTRY.store(entry as usize, Relaxed);
     ARGUMENT.store(arg as usize, Relaxed);
     // SAFETY: the caller's arguments, with an entry of ours that continues with the caller's.
@@ -247,11 +243,7 @@ pub unsafe extern "C" fn before_clone(flags: c_int, stack: *mut [usize; 2], pare
     if pager().is_none() {
         return;
     }
-    let mut used = [(0, 0); 5];
-    used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid, parent_tid, child_tid));
-    let top = stack as usize + size_of::<[usize; 2]>();
-    used[3] = (top.saturating_sub(HOOK_STACK), HOOK_STACK);
-    hold_with(&used, flags as u64);
+    hold_for_clone(flags, stack as usize + size_of::<[usize; 2]>(), parent_tid, child_tid);
     // Otherwise nobody holds the lock.
     if pager().is_some() {
         // SAFETY: as the caller promises; the stack is in memory, and the lock protects the rest.
@@ -261,6 +253,15 @@ pub unsafe extern "C" fn before_clone(flags: c_int, stack: *mut [usize; 2], pare
             (*stack)[0] = run as *const () as usize;
         }
     }
+}
+
+/// [`hold_with`] the memory that libc's `clone` uses, where the child's stack is below `top`.
+fn hold_for_clone(flags: c_int, top: usize, parent_tid: usize, child_tid: usize) {
+    let mut used = [(0, 0); 5];
+    used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid, parent_tid, child_tid));
+    // libc writes to the new stack, too, before there is a child.
+    used[3] = (top.saturating_sub(HOOK_STACK), HOOK_STACK);
+    hold_with(&used, flags as u64);
 }
 
 /// Where the kernel writes the numbers of what it makes: the first two in the parent, the third in the child. Each is

@@ -56,18 +56,24 @@ pub fn open(path: &[u8], name: &str) -> Result<i32, Errno> {
     raw::open(path, libc::O_RDWR)
 }
 
-/// Whether the object has at least `bytes` bytes, and keeps them for good: it is sealed against shrinking. Memory mapped from
-/// it is then always there, whatever other processes do. Makes no use of libc.
-pub fn keeps(fd: i32, bytes: usize) -> bool {
+/// An object that is sealed against shrinking: memory mapped from it is always there, whatever other processes do.
+pub struct Sealed {
+    /// Its inode number, which no other object has.
+    pub inode: u64,
+    /// Its size, or less than that if it has grown since.
+    pub bytes: usize,
+}
+
+/// The object behind a descriptor; `None` if it may become smaller, or is no object. Makes no use of libc.
+pub fn sealed(fd: i32) -> Option<Sealed> {
     // SAFETY: numbers only.
     let seals = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GET_SEALS) };
     // SAFETY: a plain structure, for which zeros are a valid value.
     let mut found: libc::stat = unsafe { core::mem::zeroed() };
     // SAFETY: a structure of ours.
     let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut found) };
-    seals.is_ok_and(|seals| seals as i32 & libc::F_SEAL_SHRINK != 0)
-        && asked.is_ok()
-        && found.st_size as u64 >= bytes as u64
+    let keeps = seals.is_ok_and(|seals| seals as i32 & libc::F_SEAL_SHRINK != 0) && asked.is_ok();
+    keeps.then_some(Sealed { inode: found.st_ino, bytes: found.st_size as usize })
 }
 
 /// Allocates zero pages in a range where the object has none.

@@ -7,7 +7,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::ptr::NonNull;
@@ -57,7 +57,7 @@ impl GroupFile {
         if ![size_of::<GroupPage>(), OBJECT_BYTES].contains(&size) || (found.uid() != me && me != 0) {
             return Err(io::ErrorKind::NotFound.into());
         }
-        if !memfd::keeps(file.as_raw_fd(), size) {
+        if memfd::sealed(file.as_raw_fd()).is_none_or(|object| object.bytes < size) {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let group = GroupFile::map(file, size)?;
@@ -73,14 +73,11 @@ impl GroupFile {
     }
 
     fn map(fd: File, size: usize) -> io::Result<GroupFile> {
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let object = OwnedFd::from(fd);
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
-        let page = unsafe { libc::mmap(std::ptr::null_mut(), size, protection, libc::MAP_SHARED, fd.as_raw_fd(), 0) };
-        if page == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let page = NonNull::new(page.cast::<GroupPage>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(GroupFile { fd, page, size })
+        let page = unsafe { memfd::map(&object, size, memfd::WRITABLE, None) }?;
+        let page = NonNull::new(page as *mut GroupPage).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(GroupFile { fd: object.into(), page, size })
     }
 
     /// The shared page.

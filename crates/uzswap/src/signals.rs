@@ -180,7 +180,7 @@ impl Blocked {
     pub fn stop_with(&mut self, child: libc::pid_t) {
         let path = CString::new(format!("/proc/{child}/stat")).unwrap_or_default();
         // Stopping would discard this.
-        if self.continued(child, -1) && !is_stopped(&path) {
+        if self.continued(child, None) && !is_stopped(&path) {
             return;
         }
         // SAFETY: no memory is involved.
@@ -200,17 +200,17 @@ impl Blocked {
             }
         }
         // A SIGCONT from the watcher is for us alone; one from others is for the program, too.
-        self.continued(child, watcher);
+        self.continued(child, Some(watcher));
     }
 
     /// Takes a pending SIGCONT, and passes it on unless the watcher sent it. Returns whether one was pending.
-    fn continued(&mut self, child: libc::pid_t, watcher: libc::pid_t) -> bool {
+    fn continued(&mut self, child: libc::pid_t, watcher: Option<libc::pid_t>) -> bool {
         if witness::pending() & bit(libc::SIGCONT) == 0 {
             return false;
         }
         self.look();
         let came = self.take(libc::SIGCONT);
-        if let Some(came) = came.as_ref().filter(|came| came.sender() != Some(watcher)) {
+        if let Some(came) = came.as_ref().filter(|came| watcher.is_none() || came.sender() != watcher) {
             came.pass_on(child);
         }
         came.is_some()

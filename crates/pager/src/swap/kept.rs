@@ -104,14 +104,10 @@ impl Swap {
             return;
         }
         self.until_look = LOOK_EVERY.max(self.map.clusters() / CLUSTERS_PER_READ);
-        self.is_spare = !self.disk_is_full() && !self.has_filled(pager, SPARE_FROM);
+        let full = self.disk_is_full();
+        self.is_spare = !full && !self.has_filled(pager, SPARE_FROM);
         let wastes = self.books.wasted_bytes() * MOST_WASTE > self.books.used_bytes();
-        self.keeps = self.is_spare || !self.is_short(pager) && !wastes;
-    }
-
-    /// Whether so little room is left that no new places are kept.
-    pub(super) fn is_short(&self, pager: &Pager) -> bool {
-        self.disk_is_full() || self.has_filled(pager, KEEP_UNTIL)
+        self.keeps = self.is_spare || !full && !wastes && !self.has_filled(pager, KEEP_UNTIL);
     }
 
     /// Whether an object that is read back keeps its place: from half of the file on, only one without gaps.
@@ -287,9 +283,7 @@ impl State {
         }
         !found.is_empty()
     }
-}
 
-impl State {
     /// Gives up what is only kept if another member has found no room since.
     pub(super) fn give_way(&mut self, swap: &mut Swap) {
         let asked = swap.map.asked.load(Acquire);

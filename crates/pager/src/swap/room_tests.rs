@@ -67,6 +67,16 @@ fn store(scene: &Scene, pages: core::ops::Range<u64>) {
     pages.for_each(|vpn| scene.store(s, vpn, half_noise));
 }
 
+/// Ends with ten pages from `new` on written beside those of [`scene`]; the first comes back as it was.
+fn ends_with(scene: &mut Scene, new: u64) {
+    let pager = scene.pager;
+    let s = &mut *pager.state.lock();
+    scene.read(s, new);
+    check(s, new, new);
+    events::forget_range(s, new, new + 10);
+    end(s, FIRST..FIRST + PAGES);
+}
+
 fn extensions(came: &[Came]) -> usize {
     came.iter().filter(|came| **came == Came::Extended).count()
 }
@@ -204,11 +214,7 @@ fn on_a_full_disk_the_room_of_ended_processes_is_used() {
     store(&scene, new..new + 10);
     let came = write_out(&mut scene, new..new + 10, 4);
     assert_eq!((extensions(&came), came.last()), (1, Some(&Came::Wrote(1))), "{came:?}");
-    let s = &mut *scene.pager.state.lock();
-    scene.read(s, new);
-    check(s, new, new);
-    events::forget_range(s, new, new + 10);
-    end(s, FIRST..FIRST + PAGES);
+    ends_with(&mut scene, new);
 }
 
 /// Where a write failed it is tried again once there is no other room, in the file or on the disk.
@@ -236,11 +242,7 @@ fn without_other_room_it_is_tried_again_where_a_write_failed() {
             (extensions(&came), map.told.load(Relaxed) & 1 << Trouble::Full as u32),
             ((bytes > CLUSTER).into(), 0)
         );
-        let s = &mut *scene.pager.state.lock();
-        scene.read(s, new);
-        check(s, new, new);
-        events::forget_range(s, new, new + 10);
-        end(s, FIRST..FIRST + PAGES);
+        ends_with(&mut scene, new);
     }
 }
 
