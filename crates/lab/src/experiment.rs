@@ -61,6 +61,14 @@ pub fn at_least(name: &str, bytes: u64, least: u64) -> Result<(), Stop> {
     if bytes < least { Err(Stop::Wrongly(format!("--{name} is to be {}M or more", least / MIB))) } else { Ok(()) }
 }
 
+/// Refuses a `--NAME` of more than `most` bytes, which the experiment cannot do.
+///
+/// # Errors
+/// [`Stop::Wrongly`].
+pub fn at_most(name: &str, bytes: u64, most: u64) -> Result<(), Stop> {
+    if bytes > most { Err(Stop::Wrongly(format!("--{name} is to be {}M or less", most / MIB))) } else { Ok(()) }
+}
+
 /// Ends an experiment that a signal asked to end; called between measurements.
 ///
 /// # Errors
@@ -146,6 +154,8 @@ mod tests {
         assert_eq!(status(Err(Stop::Interrupted), false), 130);
         assert_eq!(status(at_least("memory", 15 << 20, 16 << 20).map(|()| true), false), 125);
         assert_eq!(at_least("memory", 16 << 20, 16 << 20), Ok(()));
+        assert_eq!(status(at_most("memory", (32 << 30) + 1, 32 << 30).map(|()| true), false), 125);
+        assert_eq!(at_most("memory", 32 << 30, 32 << 30), Ok(()));
     }
 
     /// The story: the lab said only after all measurements that it could not write the findings.

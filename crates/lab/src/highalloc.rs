@@ -13,7 +13,7 @@ pub mod trace;
 mod world;
 
 use crate::data::Source;
-use crate::experiment::{Common, Stop, at_least, go_on, writable};
+use crate::experiment::{Common, Stop, at_least, at_most, go_on, writable};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::{self, MIB};
 use crate::stats::percent;
@@ -26,6 +26,9 @@ use trace::Trace;
 use uzswap_mm::compaction::Counters;
 use uzswap_mm::compaction::policy::Policy;
 use uzswap_mm::compaction::rule::Rule;
+
+/// Frames of the largest machine.
+const MOST_FRAMES: u64 = 1 << 23;
 
 /// `uzswap lab highalloc`.
 #[derive(clap::Args)]
@@ -97,8 +100,9 @@ struct Settings {
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let memory = args.memory.unwrap_or(if args.common.quick { 64 * MIB } else { 256 * MIB });
     at_least("memory", memory, 16 * MIB)?;
+    at_most("memory", memory, MOST_FRAMES * size::PAGE as u64)?;
     let settings = Settings {
-        frames: (memory as usize / size::PAGE).min(1 << 23) as u32,
+        frames: (memory as usize / size::PAGE) as u32,
         iterations: args.iterations,
         seed: args.seed,
         warm_up: if args.common.quick { 40 } else { 150 },

@@ -4,10 +4,12 @@ use crate::experiment::{Common, Stop, at_least, go_on};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::{self, MIB, PAGE, mib};
 use crate::stats::median;
+use crate::undo::Keeper;
 use serde_json::json;
 use std::hint::black_box;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 use uzswap_mm::pagemap::{PRESENT, PageMapWriter, PageState, SWAPPED};
@@ -44,7 +46,9 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     let size = size as usize / PAGE * PAGE;
     let mut notes = Vec::new();
     let mut lab = Lab { rows: Vec::new(), verdicts: Vec::new(), wrong: 0, asked: 0, blind: false };
-    lab.sequences(&mut notes)?;
+    let keeper = Keeper::start()?;
+    let (dir, _dir) = keeper.make_dir(None)?;
+    lab.sequences(&dir.join("socket"), &mut notes)?;
     let shared_size = (size / 8).max(16 << 20);
     go_on()?;
     lab.fault_in_private(size)?;
@@ -97,11 +101,11 @@ impl Lab {
     }
 
     /// The functional test of acceptance D.
-    fn sequences(&mut self, notes: &mut Vec<String>) -> Result<(), String> {
+    fn sequences(&mut self, socket: &Path, notes: &mut Vec<String>) -> Result<(), String> {
         for markers in [true, false] {
-            self.shared_sequence(markers, false)?;
+            self.shared_sequence(socket, markers, false)?;
         }
-        if self.shared_sequence(true, true)? {
+        if self.shared_sequence(socket, true, true)? {
             notes.push("after THP: done on a collapsed huge page".to_owned());
         } else {
             notes.push("after THP: not done, the kernel makes no huge page of the object here".to_owned());
@@ -117,14 +121,12 @@ impl Lab {
 
     /// The sequence on a shared region: processes A and B (two mappings), a mapping made anew at each step, a forked child.
     /// Returns false if a huge page was wanted and could not be had.
-    fn shared_sequence(&mut self, markers: bool, huge: bool) -> Result<bool, String> {
+    fn shared_sequence(&mut self, socket: &Path, markers: bool, huge: bool) -> Result<bool, String> {
         let failed = |e: std::io::Error| format!("shared region: {e}");
         let options = SharedOptions { markers, ..SharedOptions::new(16 << 20) };
         let region = SharedRegion::create(8 << 20, &options).map_err(failed)?;
-        let path = std::env::temp_dir().join(format!("uzswap-lab-pagemap-{}", std::process::id()));
-        let _ = std::fs::remove_file(&path);
-        region.serve(&path).map_err(failed)?;
-        let (a, b) = (region.map().map_err(failed)?, SharedMapping::attach(&path).map_err(failed)?);
+        region.serve(socket).map_err(failed)?;
+        let (a, b) = (region.map().map_err(failed)?, SharedMapping::attach(socket).map_err(failed)?);
         if huge && !collapse(&a) {
             return Ok(false);
         }

@@ -33,7 +33,7 @@
 //! tables come on top (see [`Stats::metadata`]).
 
 use crate::frames::arena::{self, Layout, PAGE, pages_of};
-use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, algorithm};
+use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, ON_FULL_EXCEED, ON_FULL_KILL, algorithm};
 use crate::page_state::mapfile::{Kind as MapKind, MapFile};
 use crate::page_state::marks::Marks;
 use crate::pager::Pager;
@@ -405,10 +405,14 @@ impl Region {
         unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
     }
 
-    /// The region's own group: settings and counters. Of the settings only `nodes[0].on_full`, what happens when the limit cannot
-    /// be kept, may be changed at any time: [`ON_FULL_KILL`](crate::group::ON_FULL_KILL) ends the process; with any other value
-    /// the region goes on above the limit (no thread waits). [`Region::set_limit`] changes the limit; the others stay as the
-    /// region was made.
+    /// Chooses what happens when the limit cannot be kept: the process is ended by SIGKILL, with a message, or (the default) the
+    /// region goes on above its limit, which a message says too. May be called at any time.
+    pub fn set_kill_when_full(&self, kill: bool) {
+        self.group().nodes[0].on_full.store(if kill { ON_FULL_KILL } else { ON_FULL_EXCEED }, Relaxed);
+    }
+
+    /// The region's own group, for its counters. The settings in it are the region's: [`Region::set_limit`] and
+    /// [`Region::set_kill_when_full`] change them.
     #[must_use]
     pub fn group(&self) -> &GroupPage {
         self.group.page()

@@ -3,7 +3,6 @@
 use crate::region::{MIB, PAGE, Rng, alone, seed, work};
 use std::io::ErrorKind;
 use std::sync::atomic::{AtomicBool, Ordering::*};
-use uzswap_pager::group::ON_FULL_KILL;
 use uzswap_pager::region::{Error, LEAST_LIMIT, Options, Region};
 use uzswap_pager::shared::{SharedOptions, SharedRegion};
 
@@ -80,7 +79,7 @@ fn what_does_not_compress_into_a_smaller_limit_is_told_and_kept() {
     let mut rng = Rng::new(seed());
     let words: Vec<u64> = (0..20 * MIB / 8).map(|_| rng.next()).collect();
     let mut region = Region::new(24 * MIB, &Options::new(32 * MIB)).unwrap();
-    region.group().nodes[0].on_full.store(ON_FULL_KILL, Relaxed);
+    region.set_kill_when_full(true);
     // SAFETY: the only user.
     let memory = unsafe { region.as_slice_mut() };
     memory.chunks_mut(8).zip(&words).for_each(|(to, word)| to.copy_from_slice(&word.to_ne_bytes()));

@@ -184,35 +184,53 @@ fn a_forked_child_may_make_a_region_where_its_parents_was() {
     assert_eq!(wrong.count(), 0);
 }
 
-/// The story: the message about a full region spoke of a group, its `memory.max` and `--on-full`, none of which its program has.
-#[test]
-fn a_region_that_is_full_is_called_one() {
-    const TEST: &str = "surroundings::a_region_that_is_full_is_called_one";
-    const CHILD: &str = "UZSWAP_TEST_FULL";
-    if std::env::var_os(CHILD).is_none() {
-        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-        let ended = command.args(["--exact", TEST, "--nocapture"]).env(CHILD, "1").output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr);
-        let line = said.lines().find(|line| line.starts_with("uzswap:")).unwrap_or_default();
-        assert!(ended.status.success(), "{said}");
-        assert!(
-            line.starts_with("uzswap: a region is full: ") && line.ends_with("; it goes on above its limit"),
-            "{said}"
-        );
-        assert!(line.contains(" used of its limit of 8.0 MiB, ") && !line.contains("group"), "{said}");
-        return;
-    }
-    // Incompressible memory, four times the limit.
+const FULL_CHILD: &str = "UZSWAP_TEST_FULL";
+
+/// Runs a test again as a process of its own, with `FULL_CHILD` set; returns how that ended, and what uzswap said first.
+fn ended_full(test: &str) -> (std::process::ExitStatus, String) {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let ended = command.args(["--exact", test, "--nocapture"]).env(FULL_CHILD, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    (ended.status, said.lines().find(|line| line.starts_with("uzswap:")).unwrap_or_default().to_owned())
+}
+
+/// Fills a region with incompressible memory, four times its limit, and waits until its reclaim thread has found that out.
+fn fill_above_limit(kill: bool) {
     let region = Region::new(32 * MIB, &Options::new(8 * MIB)).unwrap();
+    region.set_kill_when_full(kill);
     let mut rng = crate::region::Rng::new(7);
     for at in 0..32 * MIB / 8 {
         // SAFETY: within the region, which nobody else uses.
         unsafe { region.as_mut_ptr().cast::<u64>().add(at).write_volatile(rng.next()) };
     }
-    // The reclaim thread finds out.
-    while region.stats().over_limit == 0 {
+    // One that should be killed and is not ends at last, which the test sees.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while region.stats().over_limit == 0 || kill && std::time::Instant::now() < deadline {
         std::thread::yield_now();
     }
+}
+
+/// The story: the message about a full region spoke of a group, its `memory.max` and `--on-full`, none of which its program has.
+#[test]
+fn a_region_that_is_full_is_called_one() {
+    if std::env::var_os(FULL_CHILD).is_some() {
+        return fill_above_limit(false);
+    }
+    let (status, line) = ended_full("surroundings::a_region_that_is_full_is_called_one");
+    assert!(status.success(), "{line}");
+    assert!(line.starts_with("uzswap: a region is full: ") && line.ends_with("; it goes on above its limit"), "{line}");
+    assert!(line.contains(" used of its limit of 8.0 MiB, ") && !line.contains("group"), "{line}");
+}
+
+/// If that was chosen.
+#[test]
+fn a_process_whose_region_is_full_is_killed() {
+    if std::env::var_os(FULL_CHILD).is_some() {
+        return fill_above_limit(true);
+    }
+    let (status, line) = ended_full("surroundings::a_process_whose_region_is_full_is_killed");
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL), "{status}: {line}");
+    assert!(line.starts_with("uzswap: a region is full: ") && line.contains("; the process is killed"), "{line}");
 }
 
 #[test]

@@ -51,7 +51,11 @@ impl Pager {
     /// The same for a region of the library, which has no group that anybody could name, and no command line options.
     fn say_region_full(&self, s: &State, over: Over, kills: bool) {
         let (mut line, pool) = (Line::default(), s.pool.held_bytes());
-        let what = if kills { "the process is killed, as its on_full says" } else { "it goes on above its limit" };
+        let what = if kills {
+            "the process is killed, as it has chosen (set_kill_when_full)"
+        } else {
+            "it goes on above its limit"
+        };
         let _ = writeln!(
             line,
             "uzswap: a region is full: {} are used of its limit of {}, {} too much, and nothing more can be taken out of memory (resident {}, pool {}); {what}",
