@@ -29,6 +29,7 @@ use crate::group::shares::Asking;
 use crate::group::{DEPTH, GroupPage, NODES};
 use crate::pool::batch::BATCH_PAGES;
 use crate::pool::compress::CompressHelpers;
+use crate::reclaim::floor::Floor;
 use crate::state::{BLOCK_PAGES, State};
 use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::io::Tier;
@@ -105,6 +106,8 @@ pub struct Pager {
     pub poked: AtomicU64,
     /// See `shares`.
     pub asking: Asking,
+    /// How far its floor has sunk.
+    pub floor: Floor,
     /// When this process last woke members that hold little (monotonic nanoseconds).
     pub asked_for_little: AtomicU64,
     /// Whether faults wait until the group has room (`--on-full=wait`).
@@ -252,6 +255,7 @@ impl Pager {
             buried: AtomicU64::new(0),
             poked: AtomicU64::new(0),
             asking: Asking::default(),
+            floor: Floor::new(),
             asked_for_little: AtomicU64::new(0),
             waits: AtomicBool::new(false),
             waiting: Default::default(),

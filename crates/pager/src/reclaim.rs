@@ -11,15 +11,14 @@
 //! finds no free frame, is the last resort of both.
 //!
 //! lz4 is the codec to begin with; `densify` says what happens when the pool crowds the program out. Where even that is not
-//! enough, reclaim does not squeeze the resident set below an eighth of the limit (of a member's share, where several share it),
-//! as the program would do nothing but fault. It then exceeds its limit by what the pool needs, which is counted and shown in the
-//! summary. Where memory that cannot be evicted (code made at run time, stacks, locked memory) fills the limit together with the
-//! pool, a few MiB stay. Where other members fill it, whatever they hold, at most 1 MiB stays.
+//! enough, reclaim does not squeeze the resident set below its `floor`, as the program would do nothing but fault. It then exceeds its
+//! limit by what the pool needs, which is counted and shown in the summary.
 //!
 //! The story: the background thread kept to that floor where the limit was exceeded, but not where frames were few, and at the
 //! floor they always are. A program that reads 400 MiB by Zipf's law in 220 had 3 % of its memory resident, and faulted 745,000
 //! times in 86 s. With an eighth resident, and no more above its limit, it faults 24,000 times in 6 s.
 
+pub(crate) mod floor;
 pub(crate) mod heat;
 pub(crate) mod incompressible;
 pub mod pageout;
@@ -60,12 +59,6 @@ const REST_NS: u64 = 20_000_000;
 const FULL_NAP_NS: u64 = 20_000_000;
 const FULL_NAP_MOST_NS: u64 = 200_000_000;
 const MANY_LOOK: u64 = 8;
-
-/// How much managed memory a program keeps where other things fill the limit: this, or a quarter of the limit if that is less.
-const LEAST_BYTES: usize = 8 << 20;
-/// The same where other members fill it: this, or an eighth of the member's share if that is less. It is little, as they may have
-/// some to give.
-const LEAST_BESIDE_OTHERS: usize = 1 << 20;
 
 impl Pager {
     /// The reclaim thread.
@@ -122,7 +115,9 @@ impl Pager {
             if failures > MOST_FAILURES {
                 self.gives_nothing();
                 let mut s = self.state.lock();
-                if !self.has_disk_make_room(&mut s) {
+                if self.floor_sinks() {
+                    self.gets_on();
+                } else if !self.has_disk_make_room(&mut s) {
                     self.full(&s);
                 }
                 drop(s);
@@ -189,6 +184,7 @@ impl Pager {
             self.wake_others();
         }
         if over {
+            self.look_at_floor();
             self.look_at_others();
             self.ask_the_largest(&s);
             self.count_excess(&s, margin as usize);
@@ -357,28 +353,6 @@ impl Pager {
             }
         }
         staged
-    }
-
-    /// Whether the program has so little left that evicting more would only make it fault.
-    pub fn at_floor(&self, s: &State) -> bool {
-        // A library region's limit is hard: its owner chose it.
-        if self.own_frames {
-            return false;
-        }
-        let (limit, managed) = (self.limit(), (s.evictable() + s.staged) * PAGE);
-        let own = || managed < limit / 8 && s.pool.held_bytes() > limit / 2;
-        let crowded = self.pool_takes(s, limit / 2) && (managed < self.share() / 8 || own());
-        // What cannot be evicted at all: code made at run time, stacks, read-only and locked memory, what does not compress, and
-        // the tables.
-        let fixed = || self.charged(s).saturating_sub(managed + s.zone.free_slots(Kind::Frame) * PAGE);
-        // Others may evict what they hold, but this process cannot. The story: a program's child had locked more than the limit.
-        // All but the last pages of its parent were evicted again and again, so that eight threads, each of which needed four
-        // pages at once, did nothing but fault: 526,000 times in 30 s.
-        let beside = || {
-            let least = (self.share() / 8).min(LEAST_BESIDE_OTHERS);
-            managed < least && fixed() + self.others_held.load(Relaxed) > limit / 2
-        };
-        crowded || managed < (limit / 4).min(LEAST_BYTES) && fixed() > limit / 2 || beside()
     }
 
     /// How many pages to keep staged as the second chance.

@@ -126,6 +126,24 @@ fn a_group_is_full_whose_largest_member_is_stopped() {
     assert_eq!(said.matches("the group `g` is full").count(), 1, "{said}");
 }
 
+/// The story: members keep 8 MiB beside what cannot be evicted, also those that slept. The group exceeded its limit for as long, and
+/// a small member that worked had next to nothing.
+#[test]
+fn a_member_that_sleeps_gives_all_before_the_group_is_full() {
+    let place = Place::new();
+    let mut sleeper = place.start(&["--group", "g", "-m", "40M", "--on-full", "kill"]);
+    sleeper.tell("r 18");
+    sleeper.tell("c 18");
+    let mut other = place.start(&["--group", "g"]);
+    other.tell("r 10");
+    eventually("the limit is kept", || place.number("g", "memory.current") <= 40 * MIB);
+    // What verifies works, and keeps its floor: one after the other has gone.
+    for mut member in [other, sleeper] {
+        member.tell("v");
+        member.ends_well();
+    }
+}
+
 #[test]
 fn on_full_wait_waits_for_room() {
     let place = Place::new();
