@@ -99,6 +99,9 @@ pub fn filters() {
 /// takes. Warns if the program cannot be managed. It is called before any room is taken, because most environments are
 /// complete, and the stack may be small: in a signal handler on a stack of its own.
 ///
+/// The story: whether the library can be loaded was asked for environments only that lack it. A program with another root
+/// directory (`chroot`) mostly keeps its environment, so it ran without a limit and without a message but the loader's.
+///
 /// The story: each `exec` took 14 KiB of stack. On an alternate stack of 8 KiB it wrote over what lay below. A thread
 /// with the smallest stack there is, 16 KiB, ended by SIGSEGV when it gave a program an environment of its own, as room
 /// for the largest one was taken.
@@ -129,20 +132,24 @@ fn asks_at(dir: c_int, path: *const c_char, given: Strings) -> usize {
     }
     // SAFETY: the caller of exec passes an environment.
     let found = unsafe { Given::look(given, group, library) };
-    if found.has_group && found.has_library {
+    let loads = filtered || can_be_loaded();
+    if found.has_group && found.has_library && loads {
         return NOTHING;
     }
     let added = found.room(ADDED, library).map(|room| room.takes(ADDED));
     if filtered {
         return added.unwrap_or(NOTHING);
     }
-    // If the library cannot be found, the loader would complain and load nothing.
-    let Some(added) = added.filter(|_| can_be_loaded()) else {
-        say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
-        leaves_its_place();
+    if let Some(added) = added.filter(|_| loads) {
+        return added;
+    }
+    say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, may not read it, or has no room in its environment), so it runs without a limit\n");
+    leaves_its_place();
+    if loads {
         return NOTHING;
-    };
-    added
+    }
+    // The loader would load nothing, and complain, in each program from here on.
+    found.room(REMOVED, library).filter(|_| found.has_library).map_or(NOTHING, |room| room.takes(REMOVED))
 }
 
 /// The room that a new environment takes.

@@ -276,6 +276,26 @@ fn who_cannot_be_preloaded_into_is_told_of() {
     run(&nobodys, "nobodys runs with other rights than its caller (setuid", "\n\n");
 }
 
+/// The story: a program that could not find the library (under `chroot`) ran without a limit, and nothing said so if it had kept
+/// its environment. The loader complained in each program from there on.
+#[test]
+fn who_cannot_find_the_library_is_told() {
+    let _beside = beside();
+    let (Some(sh), Some(env)) = (need("sh"), need("env")) else { return };
+    let dir = scratch("no-library");
+    let (command, library) = (dir.join("uzswap"), dir.join("libuzswap_agent.so"));
+    std::fs::copy(uzswap(), &command).expect("a copy");
+    std::fs::copy(agent(), &library).expect("a copy");
+    let script = "rm \"$0\"; \"$1\" echo one; \"$1\" \"$1\" echo two";
+    let mut run = Command::new(&command);
+    run.args(["run", "--memory", "24M", "--"]).arg(sh).args(["-c", script]).arg(&library).arg(&env);
+    let run = run.output().expect("the command starts");
+    let said = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success() && run.stdout == b"one\ntwo\n", "{run:?}");
+    assert_eq!(said.matches("cannot load uzswap's library").count(), 1, "{said}");
+    assert!(!said.contains("LD_PRELOAD"), "{said}");
+}
+
 /// The story: a plugin uses liburing, which then only the plugin sees. It got the agent's functions, which did not find
 /// liburing's where all libraries look: each call failed with ENOSYS, in Python too.
 #[test]
