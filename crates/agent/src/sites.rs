@@ -7,7 +7,7 @@ pub const BYTES: usize = 7;
 /// Any byte: where a jump goes to.
 const ANY: u16 = 0x100;
 
-/// libc's `clone`. The call and what follows it is the same in all versions from 2.34 to 2.41: the stack of the child
+/// libc's `clone`. The call and what follows it is the same in all versions from 2.34 to 2.43: the stack of the child
 /// holds its function and that one's argument, and register r9 is free.
 const CLONE: [u16; 67] = [
     0x48, 0xc7, 0xc0, 0xea, 0xff, 0xff, 0xff, // mov rax, -EINVAL
@@ -119,7 +119,7 @@ mod tests {
         }
     }
 
-    /// Those of the libc at hand, from 2.34 to 2.41: fails where a version begins to differ.
+    /// Those of the libc at hand, from 2.34 to 2.43: fails where a version begins to differ.
     #[test]
     fn the_functions_of_this_libc_are_known() {
         unsafe extern "C" {
