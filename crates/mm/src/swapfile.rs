@@ -21,6 +21,8 @@
 //! - A run covers no block in which an older object lies.
 //! - `used` is the sum of the lengths of all objects, in grains, `waste` that of the parts of them whose pages have gone, and
 //!   `kept` the number of all pages that keep their places.
+//! - A cluster's `gaps` are what was released in it and not written to since, in grains: what moving its objects closer together
+//!   wins. What a run left free at its end, or at the end of the cluster, is no gap.
 //!
 //! Ownership: one owner, `&mut self` (the pager's lock).
 
@@ -108,6 +110,11 @@ impl Slot {
         self.len() * (self.pages() - self.live.count_ones() as usize) / self.pages()
     }
 
+    /// The part of that which is left out when it moves.
+    fn gap(&self) -> usize {
+        if self.object().is_worth_a_cut() { self.waste() } else { 0 }
+    }
+
     fn object(&self) -> Object {
         let len = self.len() * GRAIN;
         Object { len, live: self.live, kept: self.kept, check: self.check, pages: self.pages() }
@@ -119,6 +126,10 @@ struct Cluster {
     slots: Vec<Slot>,
     /// Grains of all slots.
     used: usize,
+    /// Grains of its gaps.
+    gaps: usize,
+    /// Where its furthest object since it was last empty ends, in grains from its start.
+    reached: usize,
 }
 
 /// What the books say of an object on disk.
@@ -134,6 +145,26 @@ pub struct Object {
     pub check: u32,
     /// Number of pages that it was written for.
     pub pages: usize,
+}
+
+impl Object {
+    /// Whether it is cut when it moves, and what was written for pages that have gone is left out. One that does not compress is
+    /// cut for each such page; others no longer compress as well in parts, so half of their pages must have gone.
+    pub fn is_worth_a_cut(&self) -> bool {
+        let left = self.live.count_ones() as usize;
+        left < self.pages && (self.len >= self.pages * BLOCK || left * 2 <= self.pages)
+    }
+}
+
+/// A range of the file whose objects are to be moved closer together, in whole blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sparse {
+    /// Where it begins, in bytes.
+    pub at: u64,
+    /// Its length in bytes.
+    pub len: usize,
+    /// Its cluster.
+    pub cluster: u32,
 }
 
 /// A contiguous range of the file that is being filled, to be written with one call.
@@ -271,6 +302,44 @@ impl SwapFile {
         largest
     }
 
+    /// Bytes of the largest gaps that a cluster has.
+    pub fn gaps_bytes(&self, cluster: u32) -> usize {
+        self.clusters.get(&cluster).map_or(0, |c| c.gaps * GRAIN)
+    }
+
+    /// Of the clusters with gaps of at least `least` bytes that the caller `may` compact, the range of at most `most` bytes that
+    /// is the emptiest in the one with the largest. A cluster that is no longer is such a range.
+    pub fn sparsest(&self, least: usize, most: usize, may: impl Fn(u32) -> bool) -> Option<Sparse> {
+        let has_gaps = |c: &Cluster| c.gaps * GRAIN >= least && !c.slots.is_empty();
+        let found = self.clusters.iter().filter(|(index, c)| has_gaps(c) && may(**index));
+        let (&index, cluster) = found.max_by_key(|(_, c)| c.gaps)?;
+        let block = |slot: &Slot| slot.at as usize / GRAINS_PER_BLOCK * GRAINS_PER_BLOCK;
+        let (mut best, mut next): (Option<(usize, usize, usize)>, _) = (None, 0);
+        while let Some(first) = cluster.slots[next..].first() {
+            let from = block(first);
+            let most = (from + most / GRAIN).min(self.grains);
+            let inside = cluster.slots[next..].iter().take_while(|s| s.end() <= most);
+            let (n, left, end) =
+                inside.fold((0, 0, from), |(n, left, _), s| (n + 1, left + s.len() - s.gap(), s.end()));
+            let until = cluster.slots.get(next + n).map_or(most, |s| (s.at as usize).min(most));
+            let free = until - from - left;
+            if n > 0 && best.is_none_or(|(least, ..)| free > least) {
+                best = Some((free, from, end));
+            }
+            next += usize::max(n, 1);
+        }
+        let (_, from, end) = best?;
+        let at = (index as usize * self.grains + from) as u64 * GRAIN as u64;
+        Some(Sparse { at, len: (end - from).next_multiple_of(GRAINS_PER_BLOCK) * GRAIN, cluster: index })
+    }
+
+    /// What a cluster has of gaps cannot be had: it is not compacted before as much was released again.
+    pub fn forget_gaps(&mut self, cluster: u32) {
+        if let Some(cluster) = self.clusters.get_mut(&cluster) {
+            cluster.gaps = 0;
+        }
+    }
+
     /// Puts an object of `len` bytes next in a run; `live` are the pages that refer to it, a bit each. `None` when it
     /// does not fit.
     ///
@@ -291,6 +360,11 @@ impl SwapFile {
         cluster.slots.insert(at, slot);
         self.room += cluster.slots.capacity() - room;
         cluster.used += grains;
+        // Room behind all others was no gap.
+        if run.next < cluster.reached {
+            cluster.gaps = cluster.gaps.saturating_sub(grains);
+        }
+        cluster.reached = cluster.reached.max(run.next + grains);
         self.used += grains;
         let place = self.next_place(run);
         run.next += grains;
@@ -395,12 +469,15 @@ impl SwapFile {
         assert!(slot.live & pages == pages, "a page left an object on disk that it was not in");
         self.waste -= slot.waste();
         self.kept -= (slot.kept & pages).count_ones() as usize;
+        let before = slot.gap();
         slot.live &= !pages;
         slot.kept &= !pages;
         if slot.live != 0 {
             self.waste += slot.waste();
+            cluster.gaps += slot.gap() - before;
         } else {
             let grains = slot.len();
+            cluster.gaps += grains - before;
             cluster.slots.remove(i);
             cluster.used -= grains;
             self.used -= grains;

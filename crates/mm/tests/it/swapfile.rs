@@ -40,9 +40,21 @@ struct Model {
     kept: BTreeMap<u32, u16>,
     /// Clusters given to the planner.
     given: BTreeSet<u32>,
+    /// Of each, the grains that were released and not written to since, and where its furthest object so far ended.
+    gaps: BTreeMap<u32, (usize, u64)>,
     shared: BTreeSet<u32>,
     /// The number that the next object gets for its checksum.
     number: u32,
+}
+
+/// Grains of an object, with these pages left of so many, that are left out when it moves.
+fn gap(len: usize, pages: usize, live: u16) -> usize {
+    let left = live.count_ones() as usize;
+    match left {
+        0 => len / GRAIN,
+        _ if len >= pages * BLOCK || 2 * left <= pages => len / GRAIN * (pages - left) / pages,
+        _ => 0,
+    }
 }
 
 impl Model {
@@ -116,6 +128,11 @@ impl Model {
             prop_assert_eq!((object.len, object.pages), (len.next_multiple_of(GRAIN), pages as usize));
             self.pages.insert(place, object.pages);
             prop_assert!(self.objects.insert(place, (object.len, live, self.number)).is_none());
+            let (gaps, reached) = self.gaps.entry(run.cluster()).or_default();
+            if offset(place) < *reached {
+                *gaps = gaps.saturating_sub(object.len / GRAIN);
+            }
+            *reached = (*reached).max(offset(place) + object.len as u64);
             self.number += 1;
         }
         if run.filled() == 0 {
@@ -143,6 +160,9 @@ impl Model {
         };
         prop_assert!(!file.drop_if_empty((offset(place) / LEAST_CLUSTER as u64) as u32), "it is not empty");
         prop_assert!(!file.drop_if_empty(CLUSTERS), "nobody has it");
+        let cluster = (offset(place) / LEAST_CLUSTER as u64) as u32;
+        let before = gap(len, self.pages[&place], live);
+        self.gaps.entry(cluster).or_default().0 += gap(len, self.pages[&place], live & !bit) - before;
         let emptied = file.release(place, bit);
         *self.kept.entry(place).or_default() &= !bit;
         if live & !bit == 0 {
@@ -152,11 +172,40 @@ impl Model {
         } else {
             self.objects.insert(place, (len, live & !bit, check));
         }
-        let cluster = (offset(place) / LEAST_CLUSTER as u64) as u32;
         let last = !self.objects.keys().any(|p| offset(*p) / LEAST_CLUSTER as u64 == u64::from(cluster));
         prop_assert_eq!(emptied, last.then_some(cluster));
         if last {
             self.given.remove(&cluster);
+            self.gaps.remove(&cluster);
+        }
+        Ok(())
+    }
+
+    /// What is to be compacted: in the cluster with the largest gaps, and whole objects only.
+    fn sparsest(&self, file: &SwapFile, least: usize, most: usize) -> Result<(), TestCaseError> {
+        let gaps = |c: &u32| self.gaps.get(c).map_or(0, |(gaps, _)| gaps * GRAIN);
+        let within = |c: u64| {
+            let inside = self.objects.range((c * LEAST_CLUSTER as u64 / GRAIN as u64) as u32..);
+            inside.take_while(move |(p, _)| offset(**p) / LEAST_CLUSTER as u64 == c)
+        };
+        let mine = |c: u32| !self.shared.contains(&c);
+        let has_any = |c: &u32| within(u64::from(*c)).next().is_some();
+        let largest = self.given.iter().filter(|c| mine(**c) && gaps(c) >= least && has_any(c)).map(gaps).max();
+        let found = file.sparsest(least, most, mine);
+        prop_assert_eq!(found.map(|sparse| file.gaps_bytes(sparse.cluster)), largest);
+        let Some(sparse) = found else { return Ok(()) };
+        let (at, end) = (sparse.at, sparse.at + sparse.len as u64);
+        prop_assert!(at.is_multiple_of(BLOCK as u64) && sparse.len.is_multiple_of(BLOCK) && sparse.len <= most);
+        prop_assert_eq!(
+            (at / LEAST_CLUSTER as u64, (end - 1) / LEAST_CLUSTER as u64),
+            (sparse.cluster.into(), sparse.cluster.into())
+        );
+        let objects: Vec<_> =
+            within(sparse.cluster.into()).filter(|(p, _)| offset(**p) >= at && offset(**p) < end).collect();
+        let whole = objects.iter().take_while(|(p, (len, ..))| offset(**p) + *len as u64 <= end).count();
+        prop_assert!(whole > 0 && whole + 1 >= objects.len());
+        if most == LEAST_CLUSTER {
+            prop_assert_eq!(whole, within(sparse.cluster.into()).count(), "all of a cluster that is no longer");
         }
         Ok(())
     }
@@ -238,6 +287,8 @@ proptest! {
             }
             model.agrees(&file)?;
             [LEAST_CLUSTER, 30_000].into_iter().try_for_each(|most| model.holes(&file, most))?;
+            let sizes = [(LEAST_CLUSTER / 4, LEAST_CLUSTER), (GRAIN, LEAST_CLUSTER), (LEAST_CLUSTER / 2, LEAST_CLUSTER / 4)];
+            sizes.into_iter().try_for_each(|(least, most)| model.sparsest(&file, least, most))?;
         }
     }
 
@@ -282,4 +333,47 @@ fn a_fresh_cluster_is_one_run() {
     assert!(file.run_behind_last(0, 1 << 30, |cluster| cluster != 2).is_none(), "it may not write there");
     // A cluster that is gone is no longer written to.
     assert!(file.drop_if_empty(2) && file.run_behind_last(0, 1 << 30, |_| true).is_none());
+}
+
+/// A cluster whose gaps were forgotten is compacted again once as much was released there anew. A gap that was written to is none.
+#[test]
+fn gaps_come_back_by_what_is_released() {
+    let mut file = SwapFile::new(Geometry::of(4 * LEAST_CLUSTER as u64).unwrap());
+    file.add_cluster(1);
+    let mut run = file.run_behind_last(0, LEAST_CLUSTER, |_| true).unwrap();
+    let places: Vec<u32> = (0..16).map(|_| file.put(&mut run, 16 << 10, 1, 0).unwrap()).collect();
+    let found =
+        |file: &SwapFile| file.sparsest(64 << 10, LEAST_CLUSTER, |_| true).map(|sparse| (sparse.at, sparse.len));
+    let release = |file: &mut SwapFile, places: &[u32]| places.iter().for_each(|p| _ = file.release(*p, 1));
+    release(&mut file, &places[..3]);
+    assert_eq!((file.gaps_bytes(1), found(&file)), (48 << 10, None));
+    release(&mut file, &places[15..]);
+    let behind = LEAST_CLUSTER + (48 << 10);
+    assert_eq!((file.gaps_bytes(1), found(&file)), (64 << 10, Some((behind as u64, 192 << 10))));
+    assert!(file.sparsest(64 << 10, LEAST_CLUSTER, |c| c != 1).is_none());
+    file.forget_gaps(1);
+    release(&mut file, &places[12..15]);
+    assert_eq!((file.gaps_bytes(1), found(&file)), (48 << 10, None));
+    release(&mut file, &places[11..12]);
+    assert_eq!(found(&file), Some((behind as u64, 128 << 10)));
+    let mut hole = file.run_in_hole(4096, LEAST_CLUSTER, |_| true).unwrap();
+    assert!(file.put(&mut hole, 4096, 1, 0).is_some());
+    assert_eq!((file.gaps_bytes(1), found(&file)), (60 << 10, None));
+}
+
+/// Of a long cluster the emptiest part is compacted.
+#[test]
+fn the_emptiest_part_of_a_long_cluster_is_found() {
+    let geometry = Geometry { cluster_shift: 20, clusters: 1 };
+    let mut file = SwapFile::new(geometry);
+    file.add_cluster(0);
+    let mut run = file.run_behind_last(0, 1 << 20, |_| true).unwrap();
+    let places: Vec<u32> = (0..256).map(|_| file.put(&mut run, 4096, 1, 0).unwrap()).collect();
+    let mut release = |gone: &dyn Fn(usize) -> bool| {
+        (0..256).filter(|i| gone(*i)).for_each(|i| _ = file.release(places[i], 1));
+        file.sparsest(1, LEAST_CLUSTER, |_| true).map(|sparse| (sparse.at / 4096, sparse.len / 4096))
+    };
+    assert_eq!(release(&|_| false), None);
+    // A page in two of the third quarter, and one in four of the last.
+    assert_eq!(release(&|i| (128..192).contains(&i) && i % 2 == 1 || i >= 192 && i % 4 == 3), Some((128, 63)));
 }
