@@ -50,7 +50,7 @@ pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// Name of the group's memory object, which the kernel shows in `/proc/PID/fd`.
 pub const OBJECT: &str = "uzswap-group";
 /// First word of the page. A page of another version has another, and is refused.
-pub const MAGIC: u64 = 0x757a_7377_6170_0013;
+pub const MAGIC: u64 = 0x757a_7377_6170_0014;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree. A set of ancestors is 64 bits.

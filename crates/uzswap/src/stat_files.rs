@@ -223,6 +223,7 @@ fn own_stat(usage: &Usage, totals: &Totals, e: &Events) -> Lines {
         ("move_concealed", c.move_concealed),
         ("poisoned", c.poisoned),
         ("pswpout_clean", c.pswpout_clean),
+        ("swap_compacted", c.swap_compacted),
         ("nr_disk_swapins", c.nr_disk_swapins),
         ("swap_read_bytes", c.swap_read_bytes),
         ("swap_write_bytes", c.swap_write_bytes),

@@ -34,7 +34,7 @@ sums! {
     recompressed_idle_pages, reject_recompress_poor, pages_compacted, pool_blocks_freed, compact_stall, compact_success, compact_fail, compact_migrate_scanned, compact_free_scanned,
     compact_isolated, pgmigrate_success, pgmigrate_fail, migrated_twice, migrated_again, pivot_moved, stored_incompressible_pages, stored_pages, pool_total_size,
     pool_used_size, metadata_size, stall_ns, direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
-    pswpin, pswpout, pswpout_clean, zswpwb, reject_reclaim_fail, swap_read_bytes, swap_write_bytes, swap_side_writes,
+    pswpin, pswpout, pswpout_clean, swap_compacted, zswpwb, reject_reclaim_fail, swap_read_bytes, swap_write_bytes, swap_side_writes,
     swap_uring_reads,
     swap_read_errors, swap_write_errors, swap_stalls, swap_pages, swap_used_size,
 }
@@ -198,7 +198,7 @@ mod tests {
             compact_stall compact_success compact_fail compact_migrate_scanned compact_free_scanned compact_isolated
             pgmigrate_success pgmigrate_fail migrated_twice migrated_again pivot_moved stored_pages
             stored_incompressible_pages pool_total_size pool_used_size metadata_size stall_ns direct_reclaim move_refused
-            move_concealed reject_alloc_fail poisoned pswpin pswpout pswpout_clean zswpwb reject_reclaim_fail swap_read_bytes
+            move_concealed reject_alloc_fail poisoned pswpin pswpout pswpout_clean swap_compacted zswpwb reject_reclaim_fail swap_read_bytes
             swap_write_bytes swap_side_writes swap_uring_reads swap_read_errors swap_write_errors swap_stalls swap_pages
             swap_used_size);
         let folios = number!(c.folios, 2000, swpin_zero reject_compress_poor reject_compress_fail reject_verify_fail

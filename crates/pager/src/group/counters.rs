@@ -97,6 +97,8 @@ pub struct Counters {
     pub pswpout: AtomicU64,
     /// Pages that left for the swap file without being written, as it had them unchanged (4 KiB pages, cumulative).
     pub pswpout_clean: AtomicU64,
+    /// Pages read from the swap file to be written again closer together, as there was no room in it (4 KiB pages, cumulative).
+    pub swap_compacted: AtomicU64,
     /// Pages that left the pool for the swap file (4 KiB pages, cumulative): `written_back_pages` of the kernel's zswap.
     pub zswpwb: AtomicU64,
     /// Pages that stayed in the pool because writing them back failed (4 KiB pages, cumulative).
@@ -148,7 +150,7 @@ impl Counters {
         [&self.stored_pages, &self.stored_incompressible_pages, &self.pool_total_size, &self.pool_used_size]
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 44] {
+    fn cumulative(&self) -> [&AtomicU64; 45] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -185,6 +187,7 @@ impl Counters {
             &self.pswpin,
             &self.pswpout,
             &self.pswpout_clean,
+            &self.swap_compacted,
             &self.zswpwb,
             &self.reject_reclaim_fail,
             &self.swap_read_bytes,

@@ -215,7 +215,7 @@ impl Pager {
     }
 
     /// Runs something for which the writing thread waits on the disk, possibly beside writes under way.
-    fn beside_writes<T>(&self, act: impl FnOnce() -> T) -> T {
+    pub(super) fn beside_writes<T>(&self, act: impl FnOnce() -> T) -> T {
         let began = &self.tier.began[WRITE];
         let alone = began.load(Relaxed) == 0;
         if alone {

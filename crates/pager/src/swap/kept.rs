@@ -268,20 +268,38 @@ impl State {
                 found.push((vpn, handle));
             }
         });
-        for (vpn, handle) in &found {
-            // Several pages may name one object; the first one met ends the place.
-            let Some(at) = self.on_disk(*handle) else { continue };
-            let object = self.object(*handle);
-            let head = Header::read(object);
-            object::live(object).iter().for_each(|i| swap.release(at.place, at.bit(i)));
-            object::set_flags(self.object(*handle), 0, object::ON_DISK);
-            if head.len == 0 {
-                let pte = self.pt.get(*vpn);
-                self.pt.set(*vpn, Pte::new(pte.tag(), pte.aux()));
-                self.release_object(*handle, 0);
+        found.iter().for_each(|(vpn, handle)| self.end_place(swap, *vpn, *handle));
+        !found.is_empty()
+    }
+
+    /// Page `vpn`'s object gives up its place on disk, if it still has one: several pages may name one object, and the first one
+    /// met ends the place.
+    fn end_place(&mut self, swap: &mut Swap, vpn: u64, handle: u32) {
+        let Some(at) = self.on_disk(handle) else { return };
+        let object = self.object(handle);
+        let head = Header::read(object);
+        object::live(object).iter().for_each(|i| swap.release(at.place, at.bit(i)));
+        object::set_flags(self.object(handle), 0, object::ON_DISK);
+        if head.len == 0 {
+            let pte = self.pt.get(vpn);
+            self.pt.set(vpn, Pte::new(pte.tag(), pte.aux()));
+            self.release_object(handle, 0);
+        }
+    }
+
+    /// Gives up what is kept at one place, of pages that are where the place says: from `base` on.
+    pub(super) fn give_up_place(&mut self, base: u64, place: Place) {
+        let Some(mut swap) = self.swap.take() else { return };
+        for i in 0..MOST_PAGES as u64 {
+            let vpn = base.wrapping_add(i);
+            let pte = self.pt.get(vpn);
+            let handle = if pte.tag() == Tag::Compressed { Some(pte.handle()) } else { pte.copy() };
+            let is_there = |handle: &u32| self.on_disk(*handle).is_some_and(|at| at.place == place);
+            if let Some(handle) = handle.filter(is_there) {
+                self.end_place(&mut swap, vpn, handle);
             }
         }
-        !found.is_empty()
+        self.swap = Some(swap);
     }
 
     /// Gives up what is only kept if another member has found no room since.

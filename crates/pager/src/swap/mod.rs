@@ -47,6 +47,9 @@ mod room_tests;
 #[cfg(test)]
 mod run_tests;
 mod seal;
+mod sparse;
+#[cfg(test)]
+mod sparse_tests;
 mod swapin;
 #[cfg(test)]
 mod tests;
@@ -152,6 +155,8 @@ pub struct Swap {
     until_look: u32,
     /// When to search again for what ended processes have on disk (monotonic nanoseconds).
     bury_at: u64,
+    /// When the file may be compacted again (monotonic nanoseconds).
+    compact_at: u64,
 }
 
 impl Swap {
@@ -187,6 +192,7 @@ impl Swap {
             is_spare: false,
             until_look: 0,
             bury_at: 0,
+            compact_at: 0,
         }))
     }
 
@@ -294,6 +300,15 @@ impl State {
         let swap = self.swap.as_mut().expect("only with swap a page is on disk");
         swap.on_disk -= pages.count_ones() as usize;
         swap.release(place, pages);
+    }
+
+    /// The pages from `base` on that are only at a place on disk, each with its index there (a bit for each).
+    fn pages_on_disk(&self, base: u64, place: Place) -> u16 {
+        let belongs = |i: &u64| {
+            let pte = self.pt.get(base.wrapping_add(*i));
+            pte.tag() == Tag::Disk && pte.handle() == place && pte.index() as u64 == *i
+        };
+        (0..MOST_PAGES as u64).filter(belongs).fold(0, |mask, i| mask | 1 << i)
     }
 
     /// The pages of an entry's object, not a [large one](State::is_large): those that are out, and those whose kept copy it is (a

@@ -25,8 +25,8 @@ pub(super) struct Scene {
     pub(super) pager: &'static Pager,
     pub(super) reads: Reads,
     pub(super) waiting: Vec<Waiting>,
-    disk: Vec<u8>,
-    buffer: Vec<Block>,
+    pub(super) disk: Vec<u8>,
+    pub(super) buffer: Vec<Block>,
 }
 
 impl Scene {

@@ -45,10 +45,22 @@ const NO_ROOM_NS: u64 = 4_000_000;
 const MOST_AHEAD: usize = 5;
 const MOST_IN_STREAM: usize = 2;
 
+/// Why an object is installed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Why {
+    /// A fault waits for it.
+    Wanted,
+    /// It came along.
+    Along,
+    /// It is to be written elsewhere ([`sparse`](super::sparse)): it keeps no place, is on no list yet, and nobody has missed it.
+    Compaction,
+}
+
 /// Outcome of installing an object that was read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Installed {
-    Yes,
+pub(super) enum Installed {
+    /// This is the object in the pool.
+    Yes(u32),
     /// Nobody wants it any more, or it is no object.
     No,
     /// The pool has no room for it.
@@ -213,21 +225,19 @@ impl Pager {
         for (place, object) in objects {
             let from = (offset(place) - read.at) as usize;
             let bytes = &mut bytes[from..from + object.len];
-            let seal = s.swap.as_ref().and_then(|swap| swap.seal.as_ref());
-            let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes, place));
-            let bytes = if seal.is_some() && right { &bytes[SEAL..] } else { &bytes[..] };
-            if !right {
+            let Some(bytes) = opened(s, place, &object, bytes) else {
                 // What came along may have been half written.
                 self.counters().swap_read_errors.fetch_add(u64::from(read.place == Some(place)), Relaxed);
                 continue;
-            }
+            };
             let bases = bases(s, place, waiting);
             if bases.is_empty() {
                 let base = u64::from_le_bytes(core::array::from_fn(|i| bytes[i]));
-                brought += usize::from(self.install_object(s, place, &bytes[FRONT..], base, false) == Installed::Yes);
+                let installed = self.install_object(s, place, &bytes[FRONT..], base, Why::Along);
+                brought += usize::from(matches!(installed, Installed::Yes(_)));
             }
             for base in bases {
-                let installed = self.install_object(s, place, &bytes[FRONT..], base, true);
+                let installed = self.install_object(s, place, &bytes[FRONT..], base, Why::Wanted);
                 room &= installed != Installed::NoRoom || read.place != Some(place);
             }
         }
@@ -240,25 +250,26 @@ impl Pager {
         room
     }
 
-    fn install_object(&self, s: &mut State, place: Place, stored: &[u8], base: u64, is_wanted: bool) -> Installed {
+    /// Puts an object into the pool for those of its pages from `base` on that are at its place on disk.
+    pub(super) fn install_object(&self, s: &mut State, place: Place, stored: &[u8], base: u64, why: Why) -> Installed {
         let head = Header::read(stored);
         let body = object::head_bytes(head.order.min(object::SMALL));
         if head.order > object::SMALL || body + head.len > stored.len() {
             return Installed::No;
         }
-        let belongs = |s: &State, i: u64| {
-            let pte = s.pt.get(base + i);
-            pte.tag() == Tag::Disk && pte.handle() == place && pte.index() as u64 == i
-        };
-        let pages = (0..1u64 << head.order).filter(|i| belongs(s, *i)).fold(0u16, |mask, i| mask | 1 << i);
+        let pages = s.pages_on_disk(base, place) & ((1u32 << (1 << head.order)) - 1) as u16;
         if pages == 0 {
             return Installed::No;
         }
-        let ahead = if is_wanted { 0 } else { object::AHEAD };
+        let flags = match why {
+            Why::Wanted => object::REFERENCED,
+            Why::Along => object::REFERENCED | object::AHEAD,
+            Why::Compaction => 0,
+        };
         // Its pages may be elsewhere than when it was written.
-        let new = Header { flags: object::REFERENCED | ahead, vpn: base, ..head };
+        let new = Header { flags, vpn: base, ..head };
         let hashes = |to: &mut [u8]| object::set_hashes(to, 0, object::hashes(stored));
-        let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps(place));
+        let keeps = why != Why::Compaction && s.swap.as_ref().is_some_and(|swap| swap.keeps(place));
         let at = keeps.then_some(OnDisk { place, first: 0 });
         let stored = &stored[body..body + head.len];
         let handle = match self.inject(Site::Pool) {
@@ -284,11 +295,13 @@ impl Pager {
         if n == 1 << head.order {
             self.counters().folios.count(head.order, |o| &o.swpin);
         }
-        let swap = s.swap.as_mut().expect("it was there a moment ago");
-        swap.disk_reads.add(n as usize);
-        s.entered_pool(base, handle.raw());
+        if why != Why::Compaction {
+            let swap = s.swap.as_mut().expect("it was there a moment ago");
+            swap.disk_reads.add(n as usize);
+            s.entered_pool(base, handle.raw());
+        }
         debug_assert!(s.pages_of(Entry { vpn: base, handle: handle.raw() }).is_some());
-        Installed::Yes
+        Installed::Yes(handle.raw())
     }
 }
 
@@ -304,6 +317,13 @@ fn bases(s: &State, place: Place, waiting: &[Waiting]) -> Vec<u64> {
         }
     }
     bases
+}
+
+/// What was read for an object, its first page's number in front, if it is what the books say and is decrypted.
+pub(super) fn opened<'a>(s: &State, place: Place, object: &Object, bytes: &'a mut [u8]) -> Option<&'a [u8]> {
+    let seal = s.swap.as_ref().and_then(|swap| swap.seal.as_ref());
+    let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes, place));
+    right.then_some(if seal.is_some() { &bytes[SEAL..] } else { &bytes[..] })
 }
 
 /// Whether an object has pages that are only on disk.

@@ -49,7 +49,7 @@ impl Scene {
         self.press(s);
         match self.pager.plan_round(s, slot, bytes_of(&mut self.buffers[slot])) {
             Round::Write(_, len) => Some(len),
-            Round::Extend(_) => panic!("the file has all its room"),
+            Round::Extend(_) | Round::Compact(_) => panic!("the file has all its room"),
             Round::Again | Round::NotYet | Round::Rest(_) => None,
         }
     }

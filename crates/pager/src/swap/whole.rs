@@ -75,6 +75,11 @@ impl Queue {
         self.folios.is_empty()
     }
 
+    /// Whether a cluster is to be written to for a folio.
+    pub(super) fn has(&self, cluster: u32) -> bool {
+        self.folios.iter().filter_map(|folio| folio.room).any(|(next, last)| (next..=last).contains(&cluster))
+    }
+
     pub(super) fn metadata_bytes(&self) -> usize {
         self.folios.capacity() * size_of::<Folio>()
     }

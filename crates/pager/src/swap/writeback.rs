@@ -15,6 +15,7 @@ use super::dense::Packer;
 use super::io::Trouble;
 use super::pipeline::{Ended, Writes};
 use super::references::References;
+use super::sparse::{MANY, SOME};
 use super::turns::{LOOK_NS, Task, Wanted};
 use super::{MOST_OBJECT, Swap};
 use crate::inject::Site;
@@ -23,7 +24,7 @@ use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::pagetable::HINT_REUSED;
 use uzswap_mm::shrinker::Entry;
-use uzswap_mm::swapfile::{BLOCK, Place, Run, offset};
+use uzswap_mm::swapfile::{BLOCK, Place, Run, Sparse, offset};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_mm::zswap::Refused;
 use uzswap_sys::process::Identity;
@@ -71,6 +72,8 @@ pub(super) enum Round {
     Extend(u32),
     /// Write this many bytes of the buffer at this offset.
     Write(u64, usize),
+    /// There is no room for a run: what lies apart here is to be moved closer together.
+    Compact(Sparse),
 }
 
 /// Why there is no run.
@@ -80,6 +83,8 @@ pub(super) enum NoRun {
     Extend(u32),
     /// Search again.
     Again,
+    /// There are small holes only; this is to be compacted first.
+    Sparse(Sparse),
     /// There is no room; the trouble to report.
     Full(Trouble),
 }
@@ -126,6 +131,7 @@ impl Pager {
                     thread::sleep_ns(10_000);
                 }
                 Round::Extend(cluster) => self.extend(cluster),
+                Round::Compact(sparse) => self.compact(&mut writes, slot, sparse),
                 Round::Write(at, len) => {
                     if let Some(bits) = self.inject(Site::SwapDamage) {
                         writes.buffer(slot)[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
@@ -212,6 +218,7 @@ impl Pager {
             }
             Err(NoRun::Extend(cluster)) => return Round::Extend(cluster),
             Err(NoRun::Again) => return Round::Again,
+            Err(NoRun::Sparse(sparse)) => return Round::Compact(sparse),
         };
         let filled = self.fill_run(s, swap, slot, &mut run, buffer, task);
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
@@ -256,6 +263,9 @@ impl Pager {
             found = swap.books.run_in_hole(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
         }
         if found.is_none() {
+            found = swap.sparsest(me, &bad, MANY).map(|sparse| Err(NoRun::Sparse(sparse)));
+        }
+        if found.is_none() {
             found = swap.books.run_in_largest_hole(RUN_BYTES, may_write).map(Ok);
             // All books were searched, with the lock held, for little; that may take only a small part of the time.
             let now = thread::now_ns();
@@ -276,13 +286,17 @@ impl Pager {
         Round::Rest(REST_NS)
     }
 
-    /// Makes room where there is none: what is only kept is given up, first by this process and then by the others, and where
-    /// writes failed it is tried again, as that may have passed. (A write that fails again rests longer each time.) None if there
-    /// is nothing of the kind.
+    /// Makes room where there is none: what is only kept is given up, this process's file is compacted, what the others only keep
+    /// is given up, and where writes failed it is tried again, as that may have passed. (A write that fails again rests longer each
+    /// time.) None if there is nothing of the kind.
     fn finds_more(&self, s: &mut State, swap: &mut Swap) -> Option<Round> {
         if s.give_up_kept(swap) {
             (swap.failures, swap.rest_until) = (0, 0);
             return Some(Round::Again);
+        }
+        if let Some(sparse) = swap.sparsest(swap.row, &swap.bad, SOME) {
+            (swap.failures, swap.rest_until) = (0, 0);
+            return Some(Round::Compact(sparse));
         }
         if !swap.asks && swap.map.used_rows() > 1 {
             swap.asks = true;
