@@ -20,8 +20,9 @@
 //!   with gaps, and each read and write is a request.
 //! - As in `swapin`, a read is for places. What was read is believed if it has the checksum that the books have *then*, and it is
 //!   taken in if all pages that are only there are found *then*. A page that was faulted, freed or moved meanwhile needs nothing.
-//! - What cannot be read, is damaged, or was torn apart by mremap stays where it is. If nothing of a cluster could be moved its
-//!   gaps are forgotten: it is tried again once as much was released there again.
+//! - What cannot be read, is damaged, or was torn apart by mremap stays where it is. The cluster's gaps are then forgotten: it is
+//!   tried again once as much was released there again. (With one that kept its gaps if anything was moved, an object beside
+//!   damaged ones was moved, and written to the same hole again, for ever.)
 //! - A cluster is worth it by what was *released* in it since it was written ([`SwapFile::sparsest`]), at least an eighth. So at
 //!   most seven bytes are moved for each that was released, whatever comes of it, and a file that is full of what is wanted is
 //!   left alone.
@@ -58,8 +59,8 @@ struct Moving {
     sparse: Sparse,
     /// All objects from here on were looked at. (From the last to the first, as each becomes the next to be written.)
     before: u64,
-    /// Whether something has left.
-    moved: bool,
+    /// Whether something stays there.
+    stays: bool,
 }
 
 /// The pool has no room.
@@ -89,7 +90,7 @@ impl Pager {
 
     /// The read of a range to be emptied has ended.
     pub(super) fn compacted(&self, sparse: Sparse, bytes: &mut [u8], result: Result<(), Errno>) {
-        let mut moving = Moving { sparse, before: sparse.at + sparse.len as u64, moved: false };
+        let mut moving = Moving { sparse, before: sparse.at + sparse.len as u64, stays: result.is_err() };
         loop {
             // Not in the loop's condition: the lock would be held throughout its body.
             let s = &mut *self.state.lock();
@@ -97,7 +98,7 @@ impl Pager {
             match (more, s.swap.as_mut()) {
                 (Ok(true), _) => continue,
                 (Err(NoRoom), Some(swap)) => swap.compact_at = thread::now_ns() + NO_ROOM_NS,
-                (Ok(false), Some(swap)) if !moving.moved => swap.books.forget_gaps(sparse.cluster),
+                (Ok(false), Some(swap)) if moving.stays => swap.books.forget_gaps(sparse.cluster),
                 _ => {}
             }
             if result.is_err() {
@@ -125,7 +126,7 @@ impl Pager {
             // In a long cluster the last one may be there in part only.
             let Some(bytes) = bytes.get_mut(from..from + object.len) else { continue };
             pages += object.pages;
-            moving.moved |= self.move_object(s, place, &object, bytes)?;
+            moving.stays |= !self.move_object(s, place, &object, bytes)?;
         }
         Ok(true)
     }

@@ -12,9 +12,10 @@ use uzswap_mm::pagetable::Pte;
 use uzswap_mm::swapfile::{LEAST_CLUSTER, Sparse};
 use uzswap_sys::process::Identity;
 
-/// Clusters of the file; single pages that fill it, and where what comes later begins.
+/// Clusters of the file; single pages that fill one of them, and all; and where what comes later begins.
 const CLUSTERS: u64 = 4;
-const PAGES: u64 = 460;
+const EACH: u64 = 120;
+const PAGES: u64 = CLUSTERS * EACH;
 const NEW: u64 = FIRST + 0x1000;
 
 /// Where the file stands when a round has been planned and made.
@@ -26,8 +27,11 @@ enum Came {
 }
 
 /// A file that is full: `fill` stores something at a page and says how many pages it took; until no more is written.
-fn full(fill: impl Fn(&Scene, &mut State, u64) -> u64) -> (Scene, u64) {
+fn full(sealed: bool, fill: impl Fn(&Scene, &mut State, u64) -> u64) -> (Scene, u64) {
     let mut scene = Scene::new(0);
+    if sealed {
+        scene.pager.state.lock().swap.as_mut().unwrap().seal = Seal::new();
+    }
     scene.pager.clusters.unwrap().bytes.store(CLUSTERS * LEAST_CLUSTER as u64, Relaxed);
     let mut next = FIRST;
     while scene.pager.clusters.unwrap().told.load(Relaxed) & 1 << Trouble::Full as u32 == 0 {
@@ -45,12 +49,11 @@ fn full(fill: impl Fn(&Scene, &mut State, u64) -> u64) -> (Scene, u64) {
 }
 
 /// The same, of single pages of some 2 KiB.
-fn full_of_pages() -> Scene {
-    let (scene, end) = full(|scene, s, vpn| {
-        (0..20).for_each(|i| scene.store(s, vpn + i, half_noise));
-        20
+fn full_of_pages(sealed: bool) -> Scene {
+    let (scene, end) = full(sealed, |scene, s, vpn| {
+        (0..EACH).for_each(|i| scene.store(s, vpn + i, half_noise));
+        EACH
     });
-    assert!(end > FIRST + PAGES, "{end:x}");
     let s = &mut *scene.pager.state.lock();
     events::forget_range(s, FIRST + PAGES, end);
     scene
@@ -69,6 +72,14 @@ fn plan(scene: &mut Scene) -> Round {
 }
 
 fn carry_out(scene: &mut Scene, planned: Round, result: Result<(), i32>) -> Came {
+    // As where nothing gains by being made dense.
+    let swap = scene.pager.state.lock().swap.take().map(|mut swap| (core::mem::take(&mut swap.aside), swap));
+    if let Some((aside, mut swap)) = swap {
+        let s = &mut *scene.pager.state.lock();
+        aside.iter().for_each(|entry| object::set_flags(s.object(entry.handle), object::TRIED, 0));
+        aside.into_iter().rev().for_each(|entry| swap.shrinker.put_back(entry));
+        s.swap = Some(swap);
+    }
     match planned {
         Round::Write(at, len) => {
             scene.write(&mut scene.pager.state.lock(), at, len);
@@ -144,16 +155,7 @@ fn ends(mut scene: Scene, pages: impl IntoIterator<Item = u64>) {
 #[test]
 fn half_of_a_file_freed_page_by_page_takes_as_much_again() {
     for sealed in [false, true] {
-        let mut scene = Scene::new(0);
-        if !sealed {
-            scene = full_of_pages();
-        } else {
-            scene.pager.state.lock().swap.as_mut().unwrap().seal = Seal::new();
-            scene.pager.clusters.unwrap().bytes.store(CLUSTERS * LEAST_CLUSTER as u64, Relaxed);
-            let s = &mut *scene.pager.state.lock();
-            (FIRST..FIRST + PAGES).for_each(|vpn| scene.store(s, vpn, half_noise));
-            scene.write_out(s);
-        }
+        let mut scene = full_of_pages(sealed);
         free_each_second(&scene);
         let new = PAGES / 2 - 20;
         store_new(&scene, new);
@@ -173,12 +175,16 @@ fn half_of_a_file_freed_page_by_page_takes_as_much_again() {
 #[test]
 fn what_is_dense_is_not_moved() {
     for freed in [0, 12] {
-        let mut scene = full_of_pages();
+        let mut scene = full_of_pages(false);
         // Some of each cluster: less than an eighth.
-        for cluster in 0..CLUSTERS {
+        let mut gone = [0; CLUSTERS as usize];
+        for vpn in FIRST..FIRST + PAGES {
             let s = &mut *scene.pager.state.lock();
-            let first = FIRST + cluster * 115;
-            (first..first + 2 * freed).step_by(2).for_each(|vpn| events::forget_range(s, vpn, vpn + 1));
+            let of = &mut gone[(vpn - FIRST) as usize / EACH as usize];
+            if *of < freed {
+                *of += 1;
+                events::forget_range(s, vpn, vpn + 1);
+            }
         }
         // No small hole takes it.
         _ = testing::store(&mut scene.pager.state.lock(), NEW, 4, 0, noise);
@@ -194,7 +200,7 @@ fn what_is_dense_is_not_moved() {
 /// Blocks that do not compress are cut: what was written for pages that have gone is room again.
 #[test]
 fn blocks_that_lost_pages_are_cut() {
-    let (mut scene, last) = full(|_, s, vpn| {
+    let (mut scene, last) = full(false, |_, s, vpn| {
         _ = testing::store(s, vpn, 4, 0, noise);
         16
     });
@@ -227,7 +233,7 @@ fn blocks_that_lost_pages_are_cut() {
 #[test]
 fn a_page_that_is_used_meanwhile_wins() {
     for used in ["faulted", "freed", "moved", "inherited", "kept"] {
-        let mut scene = full_of_pages();
+        let mut scene = full_of_pages(false);
         free_each_second(&scene);
         store_new(&scene, 40);
         let sparse = to_compact(&mut scene);
@@ -266,7 +272,8 @@ fn a_page_that_is_used_meanwhile_wins() {
         let before = scene.count(|c| &c.swap_compacted);
         land(&mut scene, sparse, Ok(()));
         let moved = scene.count(|c| &c.swap_compacted) - before;
-        let s = &mut *scene.pager.state.lock();
+        let mut guard = scene.pager.state.lock();
+        let s = &mut *guard;
         let books = &s.swap.as_ref().unwrap().books;
         let left = books.objects_within(sparse.at, sparse.len).count();
         assert_eq!(
@@ -284,6 +291,7 @@ fn a_page_that_is_used_meanwhile_wins() {
             _ => {}
         }
         assert_eq!(s.swap.as_ref().unwrap().books.kept_pages(), 0, "{used}");
+        drop(guard);
         ends(scene, kept().filter(|at| *at != vpn || !matches!(used, "freed" | "moved")));
     }
 }
@@ -292,7 +300,7 @@ fn a_page_that_is_used_meanwhile_wins() {
 #[test]
 fn what_cannot_be_read_stays_where_it_is() {
     for damaged in [false, true] {
-        let mut scene = full_of_pages();
+        let mut scene = full_of_pages(false);
         free_each_second(&scene);
         // More than the small holes take.
         store_new(&scene, PAGES / 2 - 20);
@@ -310,8 +318,10 @@ fn what_cannot_be_read_stays_where_it_is() {
         // What was written since is in the file; of the rest nothing has changed there.
         let s = scene.pager.state.lock();
         for vpn in kept() {
-            let at = offset(s.pt.get(vpn).handle()) as usize;
-            scene.disk[at..at + 2560].copy_from_slice(&right[at..at + 2560]);
+            let place = s.pt.get(vpn).handle();
+            let len = s.swap.as_ref().unwrap().books.get(place).unwrap().len;
+            let at = offset(place) as usize;
+            scene.disk[at..at + len].copy_from_slice(&right[at..at + len]);
         }
         drop(s);
         ends(scene, kept());
@@ -321,7 +331,7 @@ fn what_cannot_be_read_stays_where_it_is() {
 /// One damaged object does not keep the others.
 #[test]
 fn beside_a_damaged_object_all_are_moved() {
-    let mut scene = full_of_pages();
+    let mut scene = full_of_pages(false);
     free_each_second(&scene);
     store_new(&scene, 40);
     let sparse = to_compact(&mut scene);
@@ -347,7 +357,7 @@ fn beside_a_damaged_object_all_are_moved() {
 /// While the pool has no room nothing leaves its place, and it is tried again after a rest.
 #[test]
 fn without_room_in_the_pool_it_rests() {
-    let mut scene = full_of_pages();
+    let mut scene = full_of_pages(false);
     free_each_second(&scene);
     store_new(&scene, PAGES / 2 - 20);
     scene.pager.group.faults.set("pool=1/1", 1).unwrap();
@@ -364,7 +374,7 @@ fn without_room_in_the_pool_it_rests() {
 /// What was read to be moved is in the pool while writes fail.
 #[test]
 fn a_write_that_fails_loses_nothing() {
-    let mut scene = full_of_pages();
+    let mut scene = full_of_pages(false);
     free_each_second(&scene);
     store_new(&scene, 100);
     let sparse = to_compact(&mut scene);
@@ -382,7 +392,7 @@ fn a_write_that_fails_loses_nothing() {
 #[test]
 fn what_may_not_be_compacted_is_not() {
     for why in ["server", "shared", "bad", "forbidden", "nothing"] {
-        let mut scene = full_of_pages();
+        let mut scene = full_of_pages(false);
         free_each_second(&scene);
         store_new(&scene, PAGES / 2);
         let map = scene.pager.clusters.unwrap();

@@ -337,3 +337,26 @@ fn a_limit_on_files_is_survived() {
         run.describe()
     );
 }
+
+/// A program that has freed each second page of what is on disk has room there for as much again, and is not told otherwise. Also
+/// where the pool refuses some of what is read, and where reads and writes fail.
+///
+/// The story: see `swap/sparse.rs`. The file was full with half of it free, and the program held 90 MiB in 32.
+#[test]
+fn a_file_full_of_gaps_takes_as_much_again() {
+    let _alone = alone();
+    let Some(halves) = compile_c("halves") else { return };
+    let failing = "seed=5,pool=1/20,swap_read=1/20,swap_write=1/20,failures=pass";
+    for (faults, encrypt) in [("seed=1", &[][..]), (failing, &["--encrypt-swap"][..])] {
+        let limit = 32 * MIB;
+        let subject = Subject::new("gaps", &[&halves, &"96"]).with(&["--swap", "96M"]).with(encrypt);
+        let run = subject.start_limited_with(limit, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
+        run.say(subject.name, faults, Some(limit));
+        assert!(run.status.success() && run.stdout.text() == "wrong 0\n", "{}", run.describe());
+        assert!(number(&run, "swap_compacted") > 0 && number(&run, "poisoned") == 0, "{}", run.describe());
+        if faults != failing {
+            assert!(!run.stderr.text().contains("swap file is full"), "{}", run.describe());
+            assert!(run.peak_anon_bytes <= with_slack(limit), "{} bytes\n{}", run.peak_anon_bytes, run.describe());
+        }
+    }
+}
