@@ -160,7 +160,7 @@ fn half_of_a_file_freed_page_by_page_takes_as_much_again() {
         let new = PAGES / 2 - 20;
         store_new(&scene, new);
         let mut compacted = 0;
-        for _ in 0..60 {
+        for _ in 0..400 {
             compacted += u32::from(round(&mut scene, Ok(())) == Came::Compacted);
         }
         assert!(is_out(&scene, NEW..NEW + new) && is_out(&scene, kept()), "sealed: {sealed}");
@@ -212,7 +212,7 @@ fn blocks_that_lost_pages_are_cut() {
         assert!(s.swap.as_ref().unwrap().books.wasted_bytes() >= 3 * 4 * CLUSTERS as usize * PAGE);
         (0..2).for_each(|i| _ = testing::store(s, NEW + 16 * i, 4, 0, noise));
     }
-    for _ in 0..60 {
+    for _ in 0..400 {
         round(&mut scene, Ok(()));
     }
     let all = || there.iter().copied().chain(NEW..NEW + 32);
@@ -366,7 +366,7 @@ fn without_room_in_the_pool_it_rests() {
     assert!(scene.count(|c| &c.swap_compacted) == 0 && is_out(&scene, kept()));
     scene.pager.group.faults.set("pool=0/1", 1).unwrap();
     scene.pager.state.lock().swap.as_mut().unwrap().compact_at = 0;
-    (0..60).for_each(|_| _ = round(&mut scene, Ok(())));
+    (0..400).for_each(|_| _ = round(&mut scene, Ok(())));
     assert!(is_out(&scene, NEW..NEW + PAGES / 2 - 20));
     ends(scene, kept().chain(NEW..NEW + PAGES / 2 - 20));
 }
