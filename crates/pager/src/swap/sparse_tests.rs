@@ -14,7 +14,7 @@ use uzswap_sys::process::Identity;
 
 /// Clusters of the file; single pages that fill one of them, and all; and where what comes later begins.
 const CLUSTERS: u64 = 4;
-const EACH: u64 = 120;
+const EACH: u64 = 108;
 const PAGES: u64 = CLUSTERS * EACH;
 const NEW: u64 = FIRST + 0x1000;
 
@@ -174,7 +174,7 @@ fn half_of_a_file_freed_page_by_page_takes_as_much_again() {
 /// A full file that has no gaps is left alone, and so is one whose gaps are too small to be worth it.
 #[test]
 fn what_is_dense_is_not_moved() {
-    for freed in [0, 12] {
+    for freed in [0, 10] {
         let mut scene = full_of_pages(false);
         // Some of each cluster: less than an eighth.
         let mut gone = [0; CLUSTERS as usize];
