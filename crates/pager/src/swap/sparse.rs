@@ -51,7 +51,7 @@ pub(super) const MANY: usize = 2;
 pub(super) const SOME: usize = 8;
 /// Pages taken in under one hold of the lock.
 const AT_ONCE: usize = 2 * MOST_PAGES;
-/// Rest after the pool had no room for what was read (nanoseconds).
+/// Rest after the pool had no room for anything that was read (nanoseconds).
 const NO_ROOM_NS: u64 = 100_000_000;
 
 /// A range of the file being compacted.
@@ -59,7 +59,8 @@ struct Moving {
     sparse: Sparse,
     /// All objects from here on were looked at. (From the last to the first, as each becomes the next to be written.)
     before: u64,
-    /// Whether something stays there.
+    /// Whether something has left, and whether something stays there.
+    moved: bool,
     stays: bool,
 }
 
@@ -90,14 +91,14 @@ impl Pager {
 
     /// The read of a range to be emptied has ended.
     pub(super) fn compacted(&self, sparse: Sparse, bytes: &mut [u8], result: Result<(), Errno>) {
-        let mut moving = Moving { sparse, before: sparse.at + sparse.len as u64, stays: result.is_err() };
+        let mut moving = Moving { sparse, before: sparse.at + sparse.len as u64, moved: false, stays: result.is_err() };
         loop {
             // Not in the loop's condition: the lock would be held throughout its body.
             let s = &mut *self.state.lock();
             let more = if result.is_ok() { self.take_in(s, &mut moving, bytes) } else { Ok(false) };
             match (more, s.swap.as_mut()) {
                 (Ok(true), _) => continue,
-                (Err(NoRoom), Some(swap)) => swap.compact_at = thread::now_ns() + NO_ROOM_NS,
+                (Err(NoRoom), Some(swap)) if !moving.moved => swap.compact_at = thread::now_ns() + NO_ROOM_NS,
                 (Ok(false), Some(swap)) if moving.stays => swap.books.forget_gaps(sparse.cluster),
                 _ => {}
             }
@@ -126,7 +127,9 @@ impl Pager {
             // In a long cluster the last one may be there in part only.
             let Some(bytes) = bytes.get_mut(from..from + object.len) else { continue };
             pages += object.pages;
-            moving.stays |= !self.move_object(s, place, &object, bytes)?;
+            let moved = self.move_object(s, place, &object, bytes)?;
+            moving.moved |= moved;
+            moving.stays |= !moved;
         }
         Ok(true)
     }
