@@ -36,7 +36,7 @@ use super::swapin::{Installed, Why, opened};
 use super::writeback::RUN_BYTES;
 use super::{FRONT, MOST_PAGES, Swap};
 use crate::pager::Pager;
-use crate::pool::object::Header;
+use crate::pool::object::{self, Header};
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
@@ -166,8 +166,10 @@ impl Pager {
         let head = Header::read(s.object(entry.handle));
         let (left, pages) = (live.count_ones(), 1 << head.order);
         let cuts = left < pages && (matches!(head.encoding, Encoding::Raw) || 2 * left <= pages);
-        // Without place for the parts it goes as it is.
+        // Without place for the parts it goes as it is. None is made dense first: that is for what has not been on disk, and writes
+        // what there is between in small runs.
         let parts = cuts.then(|| self.cut_into(s, entry, |_| true).ok()).flatten().unwrap_or_else(|| vec![entry]);
+        parts.iter().for_each(|part| object::set_flags(s.object(part.handle), object::TRIED, 0));
         if let Some(swap) = s.swap.as_mut() {
             parts.into_iter().rev().for_each(|part| swap.shrinker.put_back(part));
         }

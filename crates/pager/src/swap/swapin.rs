@@ -264,7 +264,8 @@ impl Pager {
         let flags = match why {
             Why::Wanted => object::REFERENCED,
             Why::Along => object::REFERENCED | object::AHEAD,
-            Why::Compaction => 0,
+            // It was to be written as it is before.
+            Why::Compaction => object::TRIED,
         };
         // Its pages may be elsewhere than when it was written.
         let new = Header { flags, vpn: base, ..head };
