@@ -9,7 +9,7 @@ use crate::calls::events;
 use crate::fault::deliver::decode;
 use crate::testing::{self, half_noise, noise};
 use uzswap_mm::pagetable::Pte;
-use uzswap_mm::swapfile::{LEAST_CLUSTER, Sparse};
+use uzswap_mm::swapfile::{GRAIN, LEAST_CLUSTER, Sparse};
 use uzswap_sys::process::Identity;
 
 /// Clusters of the file; single pages that fill one of them, and all; and where what comes later begins.
@@ -166,16 +166,18 @@ fn half_of_a_file_freed_page_by_page_takes_as_much_again() {
 /// A full file that has no gaps is left alone, and so is one whose gaps are too small to be worth it.
 #[test]
 fn what_is_dense_is_not_moved() {
-    for freed in [0, 6] {
+    for freed in [0, LEAST_CLUSTER / 8 - GRAIN] {
         let mut scene = full_of_pages(false);
-        // Some of each cluster: less than an eighth.
-        let mut gone = [0; CLUSTERS as usize];
-        for vpn in FIRST..FIRST + PAGES {
+        {
             let s = &mut *scene.pager.state.lock();
-            let of = &mut gone[(vpn - FIRST) as usize / EACH as usize];
-            if *of < freed {
-                *of += 1;
-                events::forget_range(s, vpn, vpn + 1);
+            // What the filling left does not count.
+            (0..CLUSTERS as u32).for_each(|cluster| s.swap.as_mut().unwrap().books.forget_gaps(cluster));
+            for vpn in FIRST..FIRST + PAGES {
+                let (place, books) = (s.pt.get(vpn).handle(), &s.swap.as_ref().unwrap().books);
+                let cluster = (offset(place) / LEAST_CLUSTER as u64) as u32;
+                if books.gaps_bytes(cluster) + books.get(place).unwrap().len <= freed {
+                    events::forget_range(s, vpn, vpn + 1);
+                }
             }
         }
         // No small hole takes it.
