@@ -56,7 +56,7 @@ use uzswap_pager::pager::Pager;
 use uzswap_pager::says;
 use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
-use uzswap_pager::trace::{RINGS_AT, Rings};
+use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 use uzswap_sys::thread::set_signal_mask as set_mask;
 use uzswap_sys::{memfd, process, raw, sys, thread};
 
@@ -208,13 +208,15 @@ fn group_at(
         _ => GONE,
     };
     let fd = memfd::open(path, OBJECT).map_err(why)?;
-    let group = match memfd::sealed(fd) {
+    let sealed = memfd::sealed(fd);
+    let bytes = sealed.as_ref().map_or(0, |object| object.bytes);
+    let group = match sealed {
         Some(object) if inode.is_some_and(|inode| inode != object.inode) => Err(GONE),
         // SAFETY: it is that large for good, and all atomics.
         Some(object) if object.bytes >= size_of::<GroupPage>() => unsafe { shared::<GroupPage>(fd, 0) }.ok_or(GONE),
         _ => Err(OTHER_VERSION),
     };
-    let rings = group.ok().and_then(|group| rings(group, fd));
+    let rings = group.ok().and_then(|group| rings(group, fd, bytes));
     raw::close(fd);
     let group = group?;
     if group.magic.load(Acquire) != MAGIC {
@@ -255,11 +257,14 @@ fn swap() -> Option<&'static ClusterMap> {
 }
 
 /// The rings to record in, if the group records. Without them the process runs as usual.
-fn rings(group: &GroupPage, fd: i32) -> Option<&'static Rings> {
-    if group.magic.load(Acquire) != MAGIC || group.recording.load(Relaxed) == 0 {
+///
+/// The story: that the group records was read from a word that any member can write to. After a stray write each new process of a
+/// group that does not record mapped rings behind the end of the object, and ended by SIGBUS.
+fn rings(group: &GroupPage, fd: i32, bytes: usize) -> Option<&'static Rings> {
+    if group.magic.load(Acquire) != MAGIC || group.recording.load(Relaxed) == 0 || bytes < OBJECT_BYTES {
         return None;
     }
-    // SAFETY: the group's object is that large when the group records, and all atomics.
+    // SAFETY: the group's object is that large for good, and all atomics.
     unsafe { shared(fd, RINGS_AT) }
 }
 

@@ -225,6 +225,11 @@ impl SwapFile {
         self.clusters.keys().copied()
     }
 
+    /// Whether a cluster is known here.
+    pub fn has_cluster(&self, cluster: u32) -> bool {
+        self.clusters.contains_key(&cluster)
+    }
+
     /// Takes over an empty cluster. The next run goes there.
     ///
     /// # Panics

@@ -61,6 +61,9 @@ pub const DEPTH: usize = 8;
 pub const NAME_BYTES: usize = 64;
 /// No limit; the kernel writes it `max`.
 pub const NO_LIMIT: u64 = 1 << 60;
+/// More than any process can hold (bytes). All members together then hold less than [`NO_LIMIT`].
+pub const MOST_BYTES: u64 = 1 << 48;
+const _: () = assert!(4 * MOST_BYTES * SLOTS as u64 <= NO_LIMIT);
 
 /// Codec of the pool, as stored in [`Node::codec`]: 0 lz4, 1 zstd, 2 deflate.
 pub const CODEC_LZ4: u32 = 0;
@@ -81,6 +84,12 @@ pub fn algorithm(codec: u32, level: u32) -> Option<Algorithm> {
         _ => return None,
     };
     algorithm.level_is_allowed().then_some(algorithm)
+}
+
+/// What a member says that it holds (bytes). Figures are read through this: any member, which is somebody's program, may have
+/// written anything there, and sums of figures must not overflow.
+pub fn bytes_in(figure: &AtomicU64) -> u64 {
+    figure.load(Relaxed).min(MOST_BYTES)
 }
 
 /// [`Node::on_full`] says what happens when a limit is exceeded and nothing more can be reclaimed. This value: the program goes
@@ -288,9 +297,9 @@ impl Node {
         &own[..len] == name
     }
 
-    /// The charge that reclaim stays below: the lesser of `memory.high` and `memory.max`.
+    /// The charge that reclaim stays below: the lesser of `memory.high` and `memory.max`; [`NO_LIMIT`] at most.
     pub fn target(&self) -> u64 {
-        self.high.load(Relaxed).min(self.max.load(Relaxed))
+        self.high.load(Relaxed).min(self.max.load(Relaxed)).min(NO_LIMIT)
     }
 }
 

@@ -22,6 +22,9 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 /// Environment variable of `uzswap run` that says what is to fail.
 pub const ENV_FAULTS: &str = "UZSWAP_TEST_FAULTS";
 
+/// [`Faults::on`]: failures are injected. Nothing that a stray write by a member is likely to leave there.
+pub const ON: u32 = 0x6661_696c;
+
 /// A place that can be made to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Site {
@@ -121,7 +124,7 @@ pub const SITES: [(Site, &str); 27] = [
 #[repr(C)]
 #[derive(Default)]
 pub struct Faults {
-    /// Whether anything is injected (0: no).
+    /// [`ON`] if anything is injected.
     pub on: AtomicU32,
     /// Whether members must page as on a kernel without MOVE.
     pub never_move: AtomicU32,
@@ -177,8 +180,14 @@ impl Faults {
             }
             self.rates[site].store((u64::from(n) << 32) / u64::from(m), Relaxed);
         }
-        self.on.store(1, Release);
+        self.on.store(ON, Release);
         Ok(())
+    }
+
+    /// Whether anything is injected.
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        self.on.load(Relaxed) == ON
     }
 
     /// Whether a site can fail at all.
@@ -209,7 +218,7 @@ impl Pager {
     #[inline]
     pub(crate) fn inject(&self, site: Site) -> Option<u64> {
         let faults = &self.group.faults;
-        if faults.on.load(Relaxed) == 0 { None } else { faults.draw(site) }
+        if faults.is_on() { faults.draw(site) } else { None }
     }
 
     /// The same for a read of the swap file; `last` says that it is the last try.
@@ -220,7 +229,7 @@ impl Pager {
     /// Whether a test wants this site to fail at times.
     pub(crate) fn is_injected(&self, site: Site) -> bool {
         let faults = &self.group.faults;
-        faults.on.load(Relaxed) != 0 && faults.may_fail(site)
+        faults.is_on() && faults.may_fail(site)
     }
 }
 
@@ -232,7 +241,7 @@ mod tests {
     fn rates_are_kept() {
         let faults = Faults::default();
         faults.set("seed=3,pool=1/4,copy=1/1,slot=0/1", 9).unwrap();
-        assert_eq!((faults.on.load(Relaxed), faults.seed.load(Relaxed)), (1, 3));
+        assert_eq!((faults.is_on(), faults.seed.load(Relaxed)), (true, 3));
         let fired = |site| (0..10_000).filter(|_| faults.draw(site).is_some()).count();
         assert!((2300..2700).contains(&fired(Site::Pool)), "about one in four");
         assert_eq!((fired(Site::Copy), fired(Site::Slot), fired(Site::Event)), (10_000, 0, 0));

@@ -356,7 +356,7 @@ impl Pager {
     /// Publishes this process's charge if it has grown much since it last did. Other members decide by it, and all of them may be
     /// filling memory.
     pub fn charge_growth(&self, s: &State) {
-        if !self.own_frames && s.rss as u64 > self.me().rss.load(Relaxed) + SAY_BYTES {
+        if !self.own_frames && s.rss as u64 > self.me().rss.load(Relaxed).saturating_add(SAY_BYTES) {
             self.charge(s.rss);
         }
     }

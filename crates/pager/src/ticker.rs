@@ -14,7 +14,7 @@ use crate::discover::engage::engage_threshold;
 use crate::fault::watch::Watch;
 use crate::frames::arena::PAGE;
 use crate::group::member::SIGNAL;
-use crate::group::unmanaged;
+use crate::group::{bytes_in, unmanaged};
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
@@ -177,7 +177,7 @@ impl Pager {
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
-            let (room, until_look) = self.headroom(rss, self.me().planned.load(Relaxed) as usize, engage_threshold);
+            let (room, until_look) = self.headroom(rss, bytes_in(&self.me().planned) as usize, engage_threshold);
             self.growth.room.store(room, Relaxed);
             // Memory that a request wants paged out must be managed first, however far the limit is.
             if room == 0 || self.is_asked() {

@@ -58,7 +58,7 @@ impl Rings {
 
     /// The number of a new fork.
     pub fn fork_number(&self) -> u64 {
-        self.forks.fetch_add(1, Relaxed) + 1
+        self.forks.fetch_add(1, Relaxed).wrapping_add(1)
     }
 
     /// Wakes the command.

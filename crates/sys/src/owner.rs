@@ -46,7 +46,9 @@ pub fn is_left_by(owner: &AtomicU64, me: Identity) -> Option<bool> {
 /// `me`: the process, one thread of it at a time.
 pub fn take(owner: &AtomicU64, me: Identity, may: impl FnOnce(Option<Identity>) -> bool) -> bool {
     let raw = owner.load(Acquire);
-    may(Identity::from_raw(raw & !CLEANS)) && owner.compare_exchange(raw, me.raw() | CLEANS, AcqRel, Relaxed).is_ok()
+    // A mark without a process is a stray word; whoever asks is told of a process that there cannot be.
+    let named = if raw == CLEANS { raw } else { raw & !CLEANS };
+    may(Identity::from_raw(named)) && owner.compare_exchange(raw, me.raw() | CLEANS, AcqRel, Relaxed).is_ok()
 }
 
 /// Ends the clean-up: from now on the place belongs to `whose`, or is free. Only for a caller of [`take`].

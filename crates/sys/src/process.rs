@@ -40,11 +40,21 @@ impl Identity {
         self.0 as u32
     }
 
+    /// The pid as system calls take it; `None` for what is no process's pid. An identity may come from a word that others can
+    /// write to, and to the kernel 0 and negative numbers stand for many processes.
+    fn one_pid(self) -> Option<i32> {
+        i32::try_from(self.pid()).ok().filter(|pid| *pid > 0)
+    }
+
     /// Whether no process has this pid. It is quick, but takes a zombie, or another process with the same pid, for this
     /// one.
+    ///
+    /// The story: a stray write left a word whose lower half was 0 where a member's identity had been. The kernel takes that
+    /// for the caller's process group, which is there, so the member was never found dead, and its charge stayed.
     pub fn is_gone(self) -> bool {
+        let Some(pid) = self.one_pid() else { return true };
         // SAFETY: signal 0 only asks.
-        let asked = unsafe { sys!(libc::SYS_kill, self.pid(), 0) };
+        let asked = unsafe { sys!(libc::SYS_kill, pid, 0) };
         asked == Err(libc::ESRCH)
     }
 
@@ -64,6 +74,24 @@ impl Identity {
             // It has ended meanwhile, or /proc is hidden from us: the next look tells.
             None => false,
         }
+    }
+
+    /// Whether the process is there and certainly this one: its start time can be read, and is the one known here. Anything
+    /// that cannot be taken back, such as a signal, takes this; [`is_dead`](Self::is_dead) errs on the other side.
+    pub fn is_certain(self) -> bool {
+        let start = (self.0 >> 32) as u32;
+        let now = self.one_pid().and_then(|pid| read_stat(pid as u32));
+        start != 0 && now.is_some_and(|now| now.start == start && !now.has_ended())
+    }
+
+    /// Sends a signal to the process if it is certainly this one; returns whether it was sent.
+    ///
+    /// The story: `kill` was given the pid in a word that all members of a group can write to. A stray write that leaves its
+    /// lower half 0 has the caller's whole process group killed, and a small number some process that is no member.
+    pub fn signal(self, signal: i32) -> bool {
+        let pid = self.one_pid().filter(|_| self.is_certain());
+        // SAFETY: a signal touches no memory of ours.
+        pid.is_some_and(|pid| unsafe { sys!(libc::SYS_kill, pid, signal) }.is_ok())
     }
 }
 

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use uzswap_mm::compaction::rule::Rule;
 use uzswap_mm::size::Size;
@@ -181,19 +182,20 @@ impl FolioTotals {
     }
 
     fn add(&mut self, counters: &FolioCounters) {
+        let add = |sum: &mut u64, counter: &AtomicU64| *sum = sum.saturating_add(counter.load(Relaxed));
         for (i, order) in (0..LARGE_ORDERS).zip(&counters.orders) {
             let of = self.orders.entry(directory(i as u8 + LARGE_ORDER)).or_default();
             for (name, counter) in OrderCounters::NAMES.into_iter().zip(order.all()) {
-                *of.entry(name).or_default() += counter.load(Relaxed);
+                add(of.entry(name).or_default(), counter);
             }
         }
         for (name, counter) in FolioCounters::NAMES.into_iter().zip(counters.all()) {
-            *self.all.entry(name).or_default() += counter.load(Relaxed);
+            add(self.all.entry(name).or_default(), counter);
         }
         // What the largest folios did has names of its own in the kernel.
         let largest = &counters.orders[LARGE_ORDERS - 1];
-        *self.all.entry("thp_swpout").or_default() += largest.swpout.load(Relaxed);
-        *self.all.entry("thp_swpout_fallback").or_default() += largest.swpout_fallback.load(Relaxed);
+        add(self.all.entry("thp_swpout").or_default(), &largest.swpout);
+        add(self.all.entry("thp_swpout_fallback").or_default(), &largest.swpout_fallback);
     }
 }
 

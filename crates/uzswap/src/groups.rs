@@ -114,7 +114,8 @@ pub fn name_of(page: &GroupPage, node: usize) -> String {
         .chain(node)
         .map(|at| {
             let (name, len) = page.nodes[at].name();
-            String::from_utf8_lossy(&name[..len]).into_owned()
+            // Whatever a member has written there, it must not steer a terminal.
+            String::from_utf8_lossy(&name[..len]).replace(char::is_control, "?")
         })
         .collect();
     parts.reverse();

@@ -177,9 +177,10 @@ pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
     let mut all = Moved::default();
     for member in asked {
         let moved = member.ask(op, pages.clone())?;
-        all.known += moved.known;
-        all.pages += moved.pages;
-        all.stayed += moved.stayed;
+        // What a member says it has moved may be anything.
+        all.known = all.known.saturating_add(moved.known);
+        all.pages = all.pages.saturating_add(moved.pages);
+        all.stayed = all.stayed.saturating_add(moved.stayed);
     }
     something(pid, all)
 }
@@ -345,7 +346,7 @@ impl WriteWatch {
             if let Some(page) = slot.watch.next() {
                 // The member may have found no room before.
                 wake_member(slot, false);
-                return Ok(Some(page as usize * PAGE));
+                return Ok(Some(page.min(ALL - 1) as usize * PAGE));
             }
             let left = end.map_or(LOOK_NS, |end| {
                 u64::try_from(end.saturating_duration_since(Instant::now()).as_nanos()).unwrap_or(u64::MAX)

@@ -8,7 +8,7 @@ use crate::totals::Totals;
 use serde_json::{Map, Value};
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use uzswap_pager::group::{Events, GroupPage, NO_LIMIT};
+use uzswap_pager::group::{Events, GroupPage, NO_LIMIT, bytes_in};
 use uzswap_sys::process::Identity;
 
 /// What a group's living members use now, in bytes.
@@ -40,13 +40,13 @@ impl Usage {
             let owner = slot.owner().filter(|_| page.is_within(slot.node.load(Relaxed) as usize, node));
             let Some(owner) = owner.filter(|o| *o != Identity::own()) else { continue };
             usage.pids.push(owner.pid());
-            let pool = slot.pool.load(Relaxed);
-            usage.charge += slot.rss.load(Relaxed).saturating_sub(if uncharged { pool } else { 0 });
+            let pool = bytes_in(&slot.pool);
+            usage.charge += bytes_in(&slot.rss).saturating_sub(if uncharged { pool } else { 0 });
             usage.pool += pool;
-            usage.metadata += slot.metadata.load(Relaxed);
-            usage.zswapped += slot.zswapped.load(Relaxed);
-            usage.incompressible += slot.incompressible.load(Relaxed);
-            usage.swap += slot.swap.load(Relaxed);
+            usage.metadata += bytes_in(&slot.metadata);
+            usage.zswapped += bytes_in(&slot.zswapped);
+            usage.incompressible += bytes_in(&slot.incompressible);
+            usage.swap += bytes_in(&slot.swap);
         }
         usage.pids.sort_unstable();
         usage

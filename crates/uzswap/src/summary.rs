@@ -207,7 +207,9 @@ fn compression(totals: &Totals) -> String {
     match totals.compression_ratio {
         Some(ratio) => format!("{ratio:.2} to 1"),
         None if totals.counters.zswpout == 0 => "nothing had to be compressed".to_owned(),
-        None => format!("{} went through the pool, empty at the end", human(totals.counters.zswpout * 4096)),
+        None => {
+            format!("{} went through the pool, empty at the end", human(totals.counters.zswpout.saturating_mul(4096)))
+        }
     }
 }
 
@@ -230,7 +232,7 @@ fn disk(totals: &Totals) -> String {
     }
     let mut text = format!(
         "at most {} of the program in {} {}; {} written, {} read back",
-        human(c.swap_pages * 4096),
+        human(c.swap_pages.saturating_mul(4096)),
         human(c.swap_used_size),
         if totals.swap_io == Some("redis") { "on the swap server" } else { "of the swap file" },
         human(c.swap_write_bytes),
@@ -239,7 +241,7 @@ fn disk(totals: &Totals) -> String {
     if totals.swap_io == Some("buffered") {
         text.push_str(", through the page cache");
     }
-    if c.swap_write_errors + c.swap_read_errors > 0 {
+    if c.swap_write_errors.max(c.swap_read_errors) > 0 {
         let _ =
             write!(text, "; {} writes and {} reads failed", grouped(c.swap_write_errors), grouped(c.swap_read_errors));
     }

@@ -95,7 +95,7 @@ impl Totals {
         let mut counters = Sums::default();
         for i in (0..NODES).filter(|i| page.nodes[*i].is_ready() && page.is_within(*i, node)) {
             counters.add(&page.nodes[i].dead);
-            counters.nr_disk_swapins += page.nodes[i].nr_disk_swapins.get();
+            counters.nr_disk_swapins = counters.nr_disk_swapins.saturating_add(page.nodes[i].nr_disk_swapins.get());
         }
         for slot in page.used().iter().filter(|slot| page.is_within(slot.node.load(Acquire) as usize, node)) {
             counters.add(&slot.counters);
@@ -136,7 +136,7 @@ fn injected(page: &GroupPage) -> Option<BTreeMap<&'static str, u64>> {
     let faults = &page.faults;
     let fired = SITES.iter().zip(&faults.fired).map(|((_, name), fired)| (*name, fired.load(Relaxed)));
     let seed = ("seed", faults.seed.load(Relaxed));
-    (faults.on.load(Relaxed) != 0).then(|| fired.chain([seed]).collect())
+    faults.is_on().then(|| fired.chain([seed]).collect())
 }
 
 #[cfg(test)]

@@ -23,10 +23,11 @@
 mod messages;
 
 use crate::group::limits::Over;
-use crate::group::{DEPTH, GroupPage, ON_FULL_KILL, ON_FULL_WAIT, Slot};
+use crate::group::{DEPTH, GroupPage, ON_FULL_KILL, ON_FULL_WAIT, Slot, bytes_in};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::{AtomicU64, Ordering::*};
+use uzswap_sys::process::Identity;
 use uzswap_sys::thread;
 
 /// A member that holds less has nothing to give, and is not woken either. Where many share a limit the bound is lower: a part of
@@ -187,7 +188,7 @@ impl Pager {
         };
         let others = self.others_within(node).filter_map(|o| {
             let owner = o.owner().filter(|owner| !owner.is_dead())?;
-            let (rss, pool) = (o.rss.load(Relaxed), o.pool.load(Relaxed));
+            let (rss, pool) = (bytes_in(&o.rss), bytes_in(&o.pool));
             Some(Largest { pid: owner.pid(), resident: rss.saturating_sub(pool), pool })
         });
         others.fold(me, |most, other| if other.holds() > most.holds() { other } else { most })
@@ -209,18 +210,26 @@ impl Pager {
         if now < due || n.kill_due.compare_exchange(due, now + KILL_PAUSE_NS, AcqRel, Relaxed).is_err() {
             return;
         }
-        let members = self.group.used().iter().filter(|slot| is_within(self.group, slot, node));
-        let alive = members.filter_map(|slot| {
-            let owner = slot.owner().filter(|owner| !owner.is_dead())?;
-            Some((slot.rss.load(Relaxed), owner, slot.node.load(Relaxed)))
-        });
-        let Some((charge, victim, of)) = alive.max_by_key(|(charge, ..)| *charge) else { return };
+        let Some((charge, victim, of)) = self.victim(node) else { return };
         for at in self.group.chain(of as usize) {
             self.group.nodes[at].kill_due.fetch_max(now + KILL_PAUSE_NS, AcqRel);
         }
         self.group.count(node, |e| &e.oom_kill, 1);
         self.say_killed(victim.pid(), charge);
-        thread::kill(victim.pid() as i32, libc::SIGKILL);
+        victim.signal(libc::SIGKILL);
+    }
+
+    /// The member of a group with the largest charge, that charge, and the member's own group.
+    ///
+    /// The story: who is killed was read from the slots as it stood there. A stray write, by any member, of a word whose lower half
+    /// is 0 would have had the killer's whole process group killed, and a small number a process that is no member.
+    fn victim(&self, node: usize) -> Option<(u64, Identity, u32)> {
+        let members = self.group.used().iter().filter(|slot| is_within(self.group, slot, node));
+        let alive = members.filter_map(|slot| {
+            let owner = slot.owner().filter(|owner| owner.is_certain())?;
+            Some((bytes_in(&slot.rss), owner, slot.node.load(Relaxed)))
+        });
+        alive.max_by_key(|(charge, ..)| *charge)
     }
 }
 
@@ -249,7 +258,6 @@ mod tests {
     use super::*;
     use crate::testing;
     use uzswap_sys::owner::CLEANS;
-    use uzswap_sys::process::Identity;
 
     const LIMIT: usize = 32 << 20;
 
@@ -452,7 +460,7 @@ mod tests {
     fn what_is_done_about_it_waits_too() {
         let (p, other) = two();
         let mut child = std::process::Command::new("sleep").arg("600").spawn().expect("a process");
-        other.owner.store(u64::from(child.id()), Relaxed);
+        other.owner.store(Identity::of(child.id()).raw(), Relaxed);
         p.group.nodes[0].on_full.store(ON_FULL_KILL, Relaxed);
         let killed = || p.group.nodes[0].events.oom_kill.load(Relaxed);
         assert_eq!((full(p, 1), killed()), (0, 0), "it gets on");

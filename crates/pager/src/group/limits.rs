@@ -14,7 +14,7 @@
 
 use crate::frames::arena::PAGE;
 use crate::group::member::Others;
-use crate::group::{DEPTH, NO_LIMIT, Node, ON_FULL_WAIT};
+use crate::group::{DEPTH, NO_LIMIT, Node, ON_FULL_WAIT, bytes_in};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -67,7 +67,7 @@ impl Node {
     pub(crate) fn spares(&self, over: Over) -> bool {
         // The grace first: if the limit is still the one that was exceeded, that grace was its own. See `set_max`.
         let grace = self.grace.load(SeqCst);
-        over.charge as u64 <= grace / 4 * 5 || self.max.load(SeqCst) != over.max as u64
+        over.charge as u64 <= (grace / 4).saturating_mul(5) || self.max.load(SeqCst) != over.max as u64
     }
 }
 
@@ -216,7 +216,7 @@ impl Pager {
 
     /// The same for a thread that allocates, which may not take the pager's lock: uses the charge last published.
     pub fn throttle_allocation(&self) {
-        let (own, others) = (self.me().rss.load(Relaxed), self.others_charge());
+        let (own, others) = (bytes_in(&self.me().rss), self.others_charge());
         let wait =
             self.chain_nodes().enumerate().map(|(i, (_, n))| throttle(own + others[i] as u64, n.high.load(Relaxed)));
         let wait = wait.max().unwrap_or(0);

@@ -10,7 +10,7 @@
 
 use crate::group::counters::Counters;
 use crate::group::full::{LITTLE_BYTES, finds_nothing, little};
-use crate::group::{DEPTH, GroupPage, NODES, SLOTS, Slot};
+use crate::group::{DEPTH, GroupPage, NODES, SLOTS, Slot, bytes_in};
 use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -206,14 +206,14 @@ impl Pager {
         let uncharged = self.group.pool_uncharged.load(Relaxed) != 0;
         for s in self.others() {
             let ancestors = self.ancestors(s);
-            let (rss, pool) = (s.rss.load(Relaxed) as usize, s.pool.load(Relaxed) as usize);
+            let (rss, pool) = (bytes_in(&s.rss) as usize, bytes_in(&s.pool) as usize);
             let levels = self.chain.nodes().iter().enumerate();
             for (i, _) in levels.filter(|(_, at)| ancestors & 1 << **at != 0) {
                 sums.resident[i] += rss.saturating_sub(pool);
                 sums.charge[i] += charge_of(s, uncharged);
-                sums.swapped[i] += s.swapped.load(Relaxed) as usize;
+                sums.swapped[i] += bytes_in(&s.swapped) as usize;
                 sums.pool[i] += pool;
-                sums.swap[i] += s.swap.load(Relaxed) as usize;
+                sums.swap[i] += bytes_in(&s.swap) as usize;
                 sums.planned[i] += planned_by(s);
             }
         }
@@ -293,14 +293,14 @@ impl Pager {
 
 /// A member's charge as last published; with `uncharged`, without its pool.
 fn charge_of(s: &Slot, uncharged: bool) -> usize {
-    let pool = if uncharged { s.pool.load(Relaxed) as usize } else { 0 };
-    (s.rss.load(Relaxed) as usize).saturating_sub(pool)
+    let pool = if uncharged { bytes_in(&s.pool) as usize } else { 0 };
+    (bytes_in(&s.rss) as usize).saturating_sub(pool)
 }
 
 /// What a member has planned and may fill unmanaged. (An engaged member fills nothing unmanaged, but a thread that planned just
 /// as it engaged may have left a figure behind.)
 fn planned_by(s: &Slot) -> usize {
-    if s.engaged.load(Relaxed) == 0 { s.planned.load(Relaxed) as usize } else { 0 }
+    if s.engaged.load(Relaxed) == 0 { bytes_in(&s.planned) as usize } else { 0 }
 }
 
 /// Wakes a member's reclaim thread, and with `poke` its ticker.
@@ -310,7 +310,7 @@ pub fn wake_member(slot: &Slot, poke: bool) {
     let Some(owner) = slot.owner().filter(|_| poke) else { return };
     let ticker = slot.ticker.load(Relaxed);
     // The signal would kill any other thread, so it goes only to one that waits for it.
-    if ticker != 0 && process::awaits(owner.pid(), ticker, SIGNAL) {
+    if ticker != 0 && owner.is_certain() && process::awaits(owner.pid(), ticker, SIGNAL) {
         thread::kill_thread(owner.pid() as i32, ticker as i32, SIGNAL);
     }
 }

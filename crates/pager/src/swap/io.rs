@@ -339,7 +339,7 @@ impl Pager {
         }
         let fd = self.tier.file.load(Acquire);
         let size = map.geometry().map_or(0, |g| u64::from(g.clusters) << g.cluster_shift);
-        let end = to.next_multiple_of(EXTENT).min(size);
+        let end = to.next_multiple_of(EXTENT).min(size).max(to);
         let injected = self.inject(Site::SwapSpace).is_some();
         let made = || match blockio::preallocate(fd, done.min(from), end - done.min(from)) {
             _ if injected => Err(libc::ENOSPC),

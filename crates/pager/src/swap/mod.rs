@@ -109,6 +109,8 @@ pub struct Swap {
     disk_reads: &'static DiskReads,
     /// This process's row in the books, once it has one.
     row: usize,
+    /// Number of clusters that the file had when this process began.
+    clusters_there: u32,
     books: SwapFile,
     /// Present if data on disk is encrypted.
     seal: Option<Seal>,
@@ -162,13 +164,14 @@ pub struct Swap {
 impl Swap {
     /// With nothing on disk yet. None, and so no swap, if the books are wrong or no key can be had.
     pub fn of(map: &'static ClusterMap, disk_reads: &'static DiskReads) -> Option<Box<Self>> {
-        let books = SwapFile::new(map.geometry()?);
+        let geometry = map.geometry()?;
         let seal = if map.encrypt.load(Relaxed) != 0 { Some(Seal::new()?) } else { None };
         Some(Box::new(Self {
             map,
             disk_reads,
             row: 0,
-            books,
+            clusters_there: geometry.clusters,
+            books: SwapFile::new(geometry),
             seal,
             shrinker: Shrinker::new(Policy::from_number(map.policy.load(Relaxed))),
             flights: Default::default(),
@@ -397,7 +400,7 @@ impl Pager {
     fn pools(&self, s: &State, swap: &Swap) -> impl Iterator<Item = (usize, usize, usize, usize)> {
         let (own, others) = (s.pool.held_bytes(), self.others_use());
         let percents = [&swap.map.max_pool_percent, &swap.map.accept_threshold_percent];
-        let percents = percents.map(|percent| percent.load(Relaxed) as usize);
+        let percents = percents.map(|percent| percent.load(Relaxed).min(100) as usize);
         self.chain.nodes().iter().enumerate().map(move |(i, at)| {
             let node = &self.group.nodes[*at];
             let (target, zswap) = (node.target() as usize, node.zswap_max.load(Relaxed) as usize);

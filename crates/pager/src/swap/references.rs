@@ -9,6 +9,9 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 pub(super) const OWNER_BITS: u32 = 11;
 pub(super) const OWNER_MASK: u32 = (1 << OWNER_BITS) - 1;
 
+/// How often the rows are searched while others fork. That many forks do not come one in each search: a member writes nonsense.
+const MOST_LOOKS: u32 = 10_000;
+
 /// A word that several processes change; all of them see its changes in one order (sequentially consistent).
 pub(crate) trait Word<V> {
     fn load(&self) -> V;
@@ -115,15 +118,16 @@ pub(crate) trait References {
         self.bits(row, cluster as usize / 64).load() & 1 << (cluster % 64) != 0
     }
 
-    /// Whether no other row refers to a cluster.
+    /// Whether no other row refers to a cluster. No, if it cannot be told, as rows seem to be inherited all the time.
     fn alone_with(&self, me: usize, cluster: u32) -> bool {
-        loop {
+        for _ in 0..MOST_LOOKS {
             let forks = self.forks().load();
             let alone = (0..self.used_rows()).filter(|r| *r != me).all(|row| !self.refers(row, cluster));
             if self.forks().load() == forks {
                 return alone;
             }
         }
+        false
     }
 
     /// Whether a process may write to a cluster that it refers to: nobody else reads there, or may still be writing.

@@ -21,7 +21,7 @@
 
 use super::Swap;
 use super::writeback::RUN_BYTES;
-use crate::group::{GroupPage, NODES, Node, Slot};
+use crate::group::{GroupPage, NODES, Node, Slot, bytes_in};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -109,7 +109,7 @@ impl Look {
             look.least = Some(look.least.map_or(at, |least| least.min(at)));
             groups |= 1 << node(other);
             if node(other) == group {
-                look.group_pool += other.pool.load(Relaxed) as usize;
+                look.group_pool += bytes_in(&other.pool) as usize;
             }
         }
         look.groups = groups.count_ones() as usize;
@@ -119,7 +119,7 @@ impl Look {
     /// Pages that this member, whose pool has `own` bytes, may meet now.
     fn pages(&self, own: usize) -> usize {
         let Some(least) = self.least else { return usize::MAX };
-        let ahead = u128::from((least + TURN).saturating_sub(self.mine));
+        let ahead = u128::from(least.saturating_add(TURN).saturating_sub(self.mine));
         (ahead * own as u128).div_ceil(self.group_pool as u128) as usize
     }
 
@@ -129,7 +129,7 @@ impl Look {
     }
 
     fn is_behind(&self, slot: &Slot) -> bool {
-        slot.turn.load(Relaxed) + TURN <= self.mine
+        slot.turn.load(Relaxed).saturating_add(TURN) <= self.mine
     }
 }
 

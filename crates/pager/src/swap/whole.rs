@@ -274,7 +274,9 @@ impl Pager {
         let n = clusters_for(sizes, bytes, 0);
         // The story: a cluster in which a write had failed was claimed along with the others, and the folio refused as nothing may
         // be written there. All came free again, so the next folio claimed the same ones, and none went to disk whole any more.
-        let claim = || map.claim_side_by_side(me, n, |c| !bad.contains(&c));
+        // (What the shared books say to be free may still be this process's, or not there: see `Swap::enter`.)
+        let may_claim = |c: u32| !bad.contains(&c) && c < swap.clusters_there && !swap.books.has_cluster(c);
+        let claim = || map.claim_side_by_side(me, n, may_claim);
         let claimed = claim().or_else(|| {
             map.bury_the_dead(Identity::own());
             claim()

@@ -316,7 +316,8 @@ impl Pager {
     /// up if that fails.
     pub(super) fn extend(&self, cluster: u32) {
         let Some(map) = self.clusters else { return };
-        let bytes = map.geometry().map_or(0, |g| 1u64 << g.cluster_shift);
+        // (The size in the shared books is anybody's to change; what lies elsewhere must not be punched.)
+        let Some(bytes) = self.state.lock().swap.as_ref().map(|swap| swap.books.cluster_bytes() as u64) else { return };
         let done =
             if map.is_late(cluster) { self.await_late(cluster, bytes) } else { self.preallocate(cluster, bytes) };
         let mut s = self.state.lock();
@@ -464,12 +465,31 @@ impl Swap {
                 self.map.bury_the_dead(Identity::own());
                 self.map.claim_cluster(self.row)
             })?;
-            self.books.add_cluster(claimed);
+            if !self.enter(claimed)? {
+                continue;
+            }
             // A bad cluster stays claimed, so that it is not met again.
             if !bad.contains(&claimed) {
                 return Some(claimed);
             }
         }
+    }
+
+    /// Enters a cluster that was just claimed into the books; false if it is there already. None if the file has no such cluster,
+    /// which is given up.
+    ///
+    /// The story: another member's stray write said that a cluster was free in which this process had objects. It was claimed
+    /// once more, and the process ended by a panic; with a file that seemed larger, places of two clusters were the same.
+    pub(super) fn enter(&mut self, cluster: u32) -> Option<bool> {
+        if cluster >= self.clusters_there {
+            self.map.release_cluster(self.row, cluster);
+            return None;
+        }
+        let known = self.books.has_cluster(cluster);
+        if !known {
+            self.books.add_cluster(cluster);
+        }
+        Some(!known)
     }
 
     /// Writes nothing more to a cluster in which a write failed, unless there are so many that the disk as a whole fails.

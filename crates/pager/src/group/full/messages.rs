@@ -1,11 +1,10 @@
 //! The messages of a full group, or of a full region of the library.
 
 use super::{Largest, Over};
-use crate::group::{DEPTH, GroupPage, ON_FULL_KILL, ON_FULL_WAIT};
+use crate::group::{DEPTH, GroupPage, ON_FULL_KILL, ON_FULL_WAIT, bytes_in};
 use crate::pager::Pager;
 use crate::state::State;
 use core::fmt::Write;
-use core::sync::atomic::Ordering::*;
 
 impl Pager {
     /// Reports that a group is full, and what happens now. `spares`: nobody is killed, as the limit was lowered.
@@ -26,7 +25,7 @@ impl Pager {
         let _ = write!(line, ", {} too much, and nothing more can be taken out of memory", Mib(over.charge - over.max));
         let largest = self.largest(over.node, s);
         if self.zswap_is_full(s) {
-            let pools: usize = self.others_within(over.node).map(|o| o.pool.load(Relaxed) as usize).sum();
+            let pools: usize = self.others_within(over.node).map(|o| bytes_in(&o.pool) as usize).sum();
             let _ =
                 write!(line, " (memory.zswap.max is full too: the pool holds {})", Mib(s.pool.held_bytes() + pools));
         } else {
@@ -87,8 +86,8 @@ impl core::fmt::Display for Path<'_> {
         }
         for (i, at) in path[..n].iter().rev().enumerate() {
             let (name, len) = self.0.nodes[*at].name();
-            let name = core::str::from_utf8(&name[..len]).unwrap_or("?");
-            write!(f, "{}{name}", if i == 0 { "" } else { "/" })?;
+            let name = core::str::from_utf8(&name[..len]).ok().filter(|name| !name.contains(char::is_control));
+            write!(f, "{}{}", if i == 0 { "" } else { "/" }, name.unwrap_or("?"))?;
         }
         Ok(())
     }
