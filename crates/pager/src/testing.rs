@@ -1,8 +1,10 @@
 //! A pager for unit tests: real memory, a real userfaultfd, no threads.
 
 mod alone;
+mod scribble;
 
 pub(crate) use alone::{by_itself, skip};
+pub(crate) use scribble::{Scribbler, within};
 
 use crate::frames::arena::{Layout, PAGE};
 use crate::group::GroupPage;

@@ -251,6 +251,8 @@ fn is_within(group: &GroupPage, slot: &Slot, node: usize) -> bool {
 }
 
 #[cfg(test)]
+mod hostile;
+#[cfg(test)]
 mod nested;
 
 #[cfg(test)]

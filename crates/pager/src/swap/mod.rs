@@ -30,6 +30,8 @@ mod cluster_tests;
 pub mod clusters;
 mod dense;
 mod fill;
+#[cfg(test)]
+mod hostile_tests;
 pub mod io;
 pub mod kept;
 #[cfg(test)]

@@ -332,4 +332,21 @@ mod tests {
         let met = race(page, &[0, 0, 1], 100);
         assert!(met[2] <= 2 * TURN, "{met:?}");
     }
+
+    /// The story: a stray write left a turn near the largest number. What a member may be ahead of it was added to that, so its
+    /// round ended in a panic, or (with sums that wrap) the others waited for it forever.
+    #[test]
+    fn a_turn_that_cannot_be_is_no_reason_to_wait() {
+        let page = tree(&[(b"a", 8), (b"b", 8)]);
+        page.slots[0].turn.store(u64::MAX - 10, Relaxed);
+        page.slots[1].turn.store(u64::MAX - 5, Relaxed);
+        let look = Look::at(page, 0, 0, 8 << 20);
+        assert!(look.pages(8 << 20) > 0 && !look.is_behind(&page.slots[1]));
+        // Nor is a pool that cannot be.
+        page.slots[1].node.store(page.slots[0].node.load(Relaxed), Relaxed);
+        page.slots[1].pool.store(u64::MAX - (8 << 20) + 1, Relaxed);
+        let look = Look::at(page, 0, 0, 8 << 20);
+        assert!(look.group_pool > 8 << 20);
+        look.part(1 << 20, 8 << 20);
+    }
 }

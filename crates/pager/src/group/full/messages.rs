@@ -93,6 +93,12 @@ impl core::fmt::Display for Path<'_> {
     }
 }
 
+/// For tests: a group's full path as messages have it.
+#[cfg(test)]
+pub(super) fn name_for_test(group: &GroupPage, node: usize) -> String {
+    Path(group, node).to_string()
+}
+
 /// A size (bytes), formatted in MiB.
 struct Mib(usize);
 
