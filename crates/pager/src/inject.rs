@@ -84,13 +84,15 @@ pub enum Site {
     SwapStall,
     /// Writing to the swap file takes as much longer as a slow disk takes: 1.5 s.
     SwapSlow,
+    /// The command can start no process beside the program, as its witness of signals.
+    Witness,
 }
 
 /// How long a slow write takes (nanoseconds): longer than a fault waits before it lets others be served.
 pub(crate) const SLOW_NS: u64 = 1_500_000_000;
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 27] = [
+pub const SITES: [(Site, &str); 28] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -118,6 +120,7 @@ pub const SITES: [(Site, &str); 27] = [
     (Site::SwapHold, "swap_hold"),
     (Site::SwapStall, "swap_stall"),
     (Site::SwapSlow, "swap_slow"),
+    (Site::Witness, "witness"),
 ];
 
 /// What is to fail, and what has failed: part of the group's page.
@@ -188,6 +191,11 @@ impl Faults {
     #[inline]
     pub fn is_on(&self) -> bool {
         self.on.load(Relaxed) == ON
+    }
+
+    /// Whether a site is to fail now.
+    pub fn fails(&self, site: Site) -> bool {
+        self.is_on() && self.draw(site).is_some()
     }
 
     /// Whether a site can fail at all.

@@ -29,7 +29,7 @@ use std::process::{Command, ExitCode};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE};
-use uzswap_pager::inject::ENV_FAULTS;
+use uzswap_pager::inject::{ENV_FAULTS, Site};
 use uzswap_pager::swap::clusters::ENV_SWAP;
 
 /// How the program ended.
@@ -84,7 +84,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     // Last, as a group inside another stays, whatever becomes of this run.
     let group = check::group(&config, &wanted)?;
     tell(&group, without_move, &config)?;
-    let mut blocked = Blocked::new();
+    let mut blocked = Blocked::new(group.page().faults.fails(Site::Witness));
     let trace = outputs.trace.as_ref().map(|trace| start_recording(&group, trace)).transpose()?;
     let keeper = swap.as_ref().map_or(Ok(None), Swap::serve)?;
     let files = keeper.as_ref().and_then(|_| Limit::raise().ok());

@@ -74,8 +74,9 @@ pub struct Blocked {
 }
 
 impl Blocked {
-    /// Blocks the signals to be forwarded, and sees that SIGCHLD comes. From now on the witness is there.
-    pub fn new() -> Blocked {
+    /// Blocks the signals to be forwarded, and sees that SIGCHLD comes. From now on the witness is there, unless it `fails` to
+    /// start, as a test may want.
+    pub fn new(fails: bool) -> Blocked {
         let child_ignored = is_ignored(libc::SIGCHLD);
         let mut set = MaybeUninit::uninit();
         let mut mask = MaybeUninit::uninit();
@@ -93,7 +94,7 @@ impl Blocked {
         Blocked {
             set,
             leads_terminal: leads_session() && has_terminal(),
-            witness: Witness::start(&set),
+            witness: Witness::start(&set, fails),
             inherited: Inherited { mask, closed: CLOSED.load(Relaxed), child_ignored, pipe_ignored, file_size_ignored },
         }
     }

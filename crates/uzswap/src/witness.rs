@@ -94,8 +94,12 @@ fn after_senders() {
 }
 
 impl Witness {
-    /// Starts one. All `signals` are blocked. None if there can be none.
-    pub fn start(signals: &libc::sigset_t) -> Option<Witness> {
+    /// Starts one. All `signals` are blocked. None if there can be none; `fails`: a test wants that no process can be started for
+    /// it.
+    ///
+    /// The story: where no more processes could be started (`ulimit -u`, `pids.max`), a witness was made of the error number and
+    /// dropped at once, which ends its process. That was number -1: all processes that the user may signal were killed.
+    pub fn start(signals: &libc::sigset_t, fails: bool) -> Option<Witness> {
         if !children_share_our_pids() {
             return None;
         }
@@ -110,12 +114,16 @@ impl Witness {
         // Without a signal at its end: only who asks for it waits for it. Untraced: a debugger that follows our children means the
         // program.
         // SAFETY: a fork; the child makes async-signal-safe calls only and never returns from here.
-        let pid = unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_UNTRACED, 0, 0, 0, 0) } as libc::pid_t;
+        let fork = || unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_UNTRACED, 0, 0, 0, 0) } as libc::pid_t;
+        let pid = if fails { -1 } else { fork() };
         if pid == 0 {
             disguise.put_on();
             testify(&theirs, &fd, signals);
         }
-        (pid > 0).then_some(Witness { pid, socket, signals: fd, seen: Vec::new(), was_stopped: false, early })
+        if pid < 0 {
+            return None;
+        }
+        Some(Witness { pid, socket, signals: fd, seen: Vec::new(), was_stopped: false, early })
     }
 
     /// What the program's process calls before it executes the program.

@@ -24,9 +24,17 @@ struct Counting {
 impl Counting {
     /// Starts it; None if nothing can compile it.
     fn start(how: &str) -> Option<Counting> {
+        Self::start_failing(how, "")
+    }
+
+    /// The same where something fails, in the form of `UZSWAP_TEST_FAULTS`, unless that is empty.
+    fn start_failing(how: &str, faults: &str) -> Option<Counting> {
         let counts = compile_c("counts")?;
         let mut run = Command::new(uzswap());
         run.args(["run", "-q", "-m", "64M", "--"]).arg(counts).arg(how).env_remove("LD_PRELOAD");
+        if !faults.is_empty() {
+            run.env("UZSWAP_TEST_FAULTS", faults);
+        }
         let mut child = run.process_group(0).stdout(Stdio::piped()).spawn().expect("uzswap");
         let said = BufReader::new(child.stdout.take().expect("piped")).lines();
         let mut counting = Counting { child, said, program: 0 };
@@ -288,4 +296,36 @@ fn redis_saves_when_its_group_is_interrupted() {
     send(-group, libc::SIGINT);
     let outcome = server.finish();
     assert!(outcome.status.success() && dir.join("dump.rdb").is_file(), "{}", outcome.describe());
+}
+
+/// The story: where no process could be started for the witness, the command killed all processes that its user may signal. So
+/// this is first tried in a PID namespace, with somebody uninvolved in it.
+#[test]
+fn where_there_can_be_no_witness_the_program_runs_and_is_told() {
+    let (Some(sh), Some(unshare)) = (need("sh"), need("unshare")) else { return };
+    let apart = |script: &str| {
+        let mut apart = Command::new(&unshare);
+        apart.args(["--pid", "--fork", "--mount-proc", "--kill-child"]).arg(&sh).args(["-c", script, "sh"]);
+        let out = apart.arg(uzswap()).env("UZSWAP_TEST_FAULTS", "witness=1/1").env_remove("LD_PRELOAD").output();
+        let out = out.expect("unshare");
+        (out.status.success(), String::from_utf8_lossy(&out.stdout).into_owned(), out.stderr)
+    };
+    if !apart("true").0 {
+        return skip("unshare --pid --mount-proc is not allowed here");
+    }
+    let script = "sleep 600 & \"$1\" run -q -m 64M --report /dev/stdout -- echo it runs; kill $! && echo unharmed";
+    let (right, said, errors) = apart(script);
+    let failed = said.contains("\"witness\": 1");
+    assert!(right && failed && said.contains("it runs\n") && said.ends_with("unharmed\n"), "{said}");
+    assert!(errors.is_empty(), "{}", String::from_utf8_lossy(&errors));
+    // What somebody sends to the command alone comes to the program, once.
+    let Some(mut counting) = Counting::start_failing("", "witness=1/1") else { return };
+    for signal in signals() {
+        counting.to_command(signal);
+        counting.comes(&[signal], "there is no witness");
+    }
+    counting.to_command(libc::SIGQUIT);
+    counting.comes(&[libc::SIGQUIT], "the end");
+    assert!(counting.said.next().is_none(), "each came once");
+    assert!(counting.child.wait().expect("its end").success());
 }
