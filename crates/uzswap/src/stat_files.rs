@@ -255,7 +255,7 @@ mod tests {
     use crate::totals::Totals;
     use std::sync::atomic::Ordering::Relaxed;
     use uzswap::group_file::GroupFile;
-    use uzswap_pager::group::NO_LIMIT;
+    use uzswap_pager::group::{GroupPage, NO_LIMIT};
 
     #[test]
     fn formats_are_the_kernels() {
@@ -340,5 +340,51 @@ mod tests {
         for name in names {
             assert!(explained.contains(&format!("`{name}`")), "{name} is not in REPORT.md");
         }
+    }
+
+    /// Any member, which is somebody's program, may have written anything to the group's page.
+    #[test]
+    fn whatever_stands_in_a_groups_page_is_told_without_a_panic() {
+        use std::sync::atomic::AtomicU64;
+        let (group, mut state) = (GroupFile::create("web", false).unwrap(), uzswap_sys::thread::now_ns());
+        let page: &GroupPage = group.page();
+        println!("seed {state}");
+        let mut word = || {
+            // An xorshift; a third of the words are large enough that two of them are more than a number can be.
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            [state, u64::MAX - state % 3, state % 16][(state >> 60) as usize % 3]
+        };
+        for _ in 0..20 {
+            let words = std::ptr::from_ref(page).cast::<AtomicU64>();
+            for i in 1..size_of::<GroupPage>() / 8 {
+                // SAFETY: within the page, which is all atomics and aligned to cache lines.
+                unsafe { &*words.add(i) }.store(word(), Relaxed);
+            }
+            for node in [0, 5, 63] {
+                let files = super::files(page, node);
+                assert!(files.iter().all(|(_, content)| !content.text().is_empty() || !content.json().is_null()));
+                let totals = Totals::of(page, node);
+                crate::summary::text(&totals, Some(std::time::Duration::from_secs(1)));
+                assert!(!totals.group.contains(char::is_control), "{:?}", totals.group);
+            }
+        }
+    }
+
+    /// The story: two figures that together are more than a number can be were a small one, and a debug build panicked.
+    #[test]
+    fn sums_of_nonsense_are_large() {
+        let group = GroupFile::create("web", false).unwrap();
+        let page = group.page();
+        page.used.store(2, Relaxed);
+        for slot in &page.slots[..2] {
+            slot.owner.store(1, Relaxed);
+            slot.rss.store(u64::MAX / 2 + 1, Relaxed);
+            slot.counters.folios.block_read.store(u64::MAX / 2 + 1, Relaxed);
+            page.nodes[0].nr_disk_swapins.add(usize::MAX / 2);
+        }
+        assert!(Usage::of(page, 0).charge >= 1 << 48);
+        assert_eq!(Totals::of(page, 0).folios.all["block_read"], u64::MAX);
     }
 }
