@@ -424,10 +424,15 @@ impl Pager {
         !self.may_write_back() || !has_room
     }
 
-    /// Wakes the writing thread if there is something for it to do.
+    /// Wakes the writing thread if there is something for it to do. While it rests, as there is no room or a write failed, it
+    /// would only look and go on resting; then it wakes by itself.
+    ///
+    /// The story: the swap file of a group above its limit was full. Each of 16 sleeping members looked for room 50 times a
+    /// second, and had its writing thread look as well, which took most of the CPU time.
     pub(crate) fn poke_writer(&self, s: &State) {
         let Some(swap) = s.swap.as_ref() else { return };
-        if !swap.whole.is_empty() || self.pools_are_full(s, swap) || swap.is_pressed(s) {
+        let rests = || thread::now_ns() < swap.rest_until;
+        if !swap.whole.is_empty() || ((self.pools_are_full(s, swap) || swap.is_pressed(s)) && !rests()) {
             turns::wake_writer(self.me());
         }
     }

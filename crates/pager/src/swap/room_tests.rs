@@ -340,3 +340,21 @@ fn where_a_dead_process_may_be_writing_that_is_waited_for_first() {
         end(s, FIRST..FIRST + 10);
     }
 }
+
+/// See [`Pager::poke_writer`].
+#[test]
+fn a_writer_that_rests_is_not_woken_for_nothing() {
+    let scene = Scene::new(0);
+    let s = &mut *scene.pager.state.lock();
+    (FIRST..FIRST + 200).for_each(|vpn| scene.store(s, vpn, half_noise));
+    s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
+    let mut woken = |s: &mut State, rest_until: u64| {
+        s.swap.as_mut().unwrap().rest_until = rest_until;
+        let before = scene.pager.me().swap_wake.load(Relaxed);
+        scene.pager.poke_writer(s);
+        scene.pager.me().swap_wake.load(Relaxed) != before
+    };
+    assert_eq!([0, u64::MAX, 1].map(|rest_until| woken(s, rest_until)), [true, false, true]);
+    s.swap.as_mut().unwrap().rest_until = 0;
+    end(s, FIRST..FIRST + 200);
+}
