@@ -39,7 +39,7 @@ use uzswap_sys::thread;
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books. Books of another version have another, and are refused.
-pub const MAGIC: u64 = 0x757a_7377_6469_0006;
+pub const MAGIC: u64 = 0x757a_7377_6469_0007;
 /// Name of the books' memory object, which the kernel shows in `/proc/PID/fd`.
 pub const OBJECT: &str = "uzswap-swap";
 /// Processes that can have something in a swap file at once.
@@ -104,6 +104,8 @@ pub struct ClusterMap {
     pub allocated: AtomicU64,
     /// How often a member found no room: each of the others then gives up the places that it only keeps.
     pub(super) asked: AtomicU32,
+    /// When one last did (monotonic nanoseconds).
+    pub(super) asked_at: AtomicU64,
     /// Number of rows inherited so far.
     forks: AtomicU32,
     /// One more than the highest row ever used.
@@ -298,6 +300,7 @@ impl References for ClusterMap {
 impl ClusterMap {
     /// For tests: nobody has anything.
     pub(super) fn reset(&self) {
+        self.asked_at.store(0, SeqCst);
         self.owner.iter().for_each(|owner| owner.store(0, SeqCst));
         self.late.iter().for_each(|late| late.store(0, SeqCst));
         for row in &self.rows[..self.used_rows()] {

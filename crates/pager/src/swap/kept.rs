@@ -61,6 +61,9 @@ const SPARE_FROM: usize = 4;
 /// so many clusters, as all of them are looked at.
 const LOOK_EVERY: u32 = 16;
 const CLUSTERS_PER_READ: u32 = 256;
+/// Members are asked to give up what they keep at most once in this time, whoever asks (nanoseconds). Nobody keeps anything new
+/// while the file is as good as full, so who was asked has nothing by then.
+const ASK_EVERY_NS: u64 = 900_000_000;
 /// Least time between searches for what dead processes have on disk (nanoseconds); a search takes at most one part in so many of
 /// the time.
 const BURY_NS: u64 = 1_000_000_000;
@@ -316,7 +319,16 @@ impl Pager {
     ///
     /// The story: each gave up its own, and only when it wrote. An idle member kept most of the file, of pages that it had in memory
     /// as well, and the others exceeded the limit.
+    ///
+    /// Another story: each member without room asked all others, once a second. Of 17 sleeping members each was woken 16 times a
+    /// second, to find that it kept nothing.
     pub(super) fn ask_for_room(&self, swap: &mut Swap) {
+        // (In a time namespace the clock may be another.)
+        let (now, all) = (thread::now_ns(), &swap.map.asked_at);
+        if now.abs_diff(all.load(Relaxed)) < ASK_EVERY_NS {
+            return;
+        }
+        all.store(now, Relaxed);
         // It has nothing itself by now.
         swap.asked = swap.map.asked.fetch_add(1, AcqRel).wrapping_add(1);
         let slots = self.group.used().iter().filter(|slot| slot.owner.load(Relaxed) != 0);

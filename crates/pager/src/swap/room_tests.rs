@@ -358,3 +358,25 @@ fn a_writer_that_rests_is_not_woken_for_nothing() {
     s.swap.as_mut().unwrap().rest_until = 0;
     end(s, FIRST..FIRST + 200);
 }
+
+/// See [`Pager::ask_for_room`].
+#[test]
+fn members_are_asked_for_room_once_whoever_asks() {
+    let scene = Scene::new(0);
+    let p = scene.pager;
+    let (other, map) = (&p.group.slots[3], p.clusters.unwrap());
+    other.owner.store(Identity::own().raw(), Relaxed);
+    p.group.used.store(4, Relaxed);
+    let s = &mut *p.state.lock();
+    let mut asks = |last: u64| {
+        map.asked_at.store(last, Relaxed);
+        let before = (other.swap_wake.load(Relaxed), map.asked.load(Relaxed));
+        p.ask_for_room(s.swap.as_mut().unwrap());
+        (other.swap_wake.load(Relaxed) - before.0, map.asked.load(Relaxed) - before.1)
+    };
+    let now = thread::now_ns();
+    // Long ago, just now, and at a time that has not come: nobody who asked can have said that.
+    assert_eq!([0, now, u64::MAX].map(&mut asks), [(1, 1), (0, 0), (1, 1)]);
+    assert!(thread::now_ns().abs_diff(map.asked_at.load(Relaxed)) < 60_000_000_000, "it is noted");
+    other.owner.store(0, Relaxed);
+}
