@@ -294,6 +294,22 @@ mod tests {
         assert!(zombie.is_gone() && zombie.is_dead());
     }
 
+    /// See [`Identity::is_gone`] and [`Identity::signal`].
+    #[test]
+    fn what_names_many_processes_or_perhaps_another_is_sent_nothing() {
+        let own = Identity::own();
+        assert!(own.is_certain() && own.signal(0));
+        for nobody in [0, u32::MAX, 1 << 31] {
+            let nobody = Identity::new(nobody, 7);
+            assert!(nobody.is_gone() && nobody.is_dead() && !nobody.is_certain() && !nobody.signal(0), "{nobody:?}");
+        }
+        // Perhaps this process, and certainly another.
+        for start in [0, (own.raw() >> 32) as u32 ^ 1] {
+            let other = Identity::new(own.pid(), start);
+            assert!(!other.is_certain() && !other.signal(0), "{other:?}");
+        }
+    }
+
     #[test]
     fn stat_is_parsed_after_the_name() {
         let text = b"7 (a ) R b) S 1 1 1 0 -1 4 0 0 0 0 0 0 0 0 20 0 1 0 12345 999 1";
