@@ -350,7 +350,7 @@ fn a_writer_that_rests_is_not_woken_for_nothing() {
     let s = &mut *scene.pager.state.lock();
     (FIRST..FIRST + 200).for_each(|vpn| scene.store(s, vpn, half_noise));
     s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
-    let mut woken = |s: &mut State, rest_until: u64| {
+    let woken = |s: &mut State, rest_until: u64| {
         s.swap.as_mut().unwrap().rest_until = rest_until;
         let before = scene.pager.me().swap_wake.load(Relaxed);
         scene.pager.poke_writer(s);
