@@ -34,7 +34,7 @@ fn writes(p: &'static Pager, buffer: &mut [Block], from: u64) {
         object::set_flags(s.object(handle), object::TRIED, 0);
     }
     for _ in 0..5 {
-        let extend = {
+        let round = {
             let s = &mut *p.state.lock();
             let swap = s.swap.as_mut().unwrap();
             (swap.rest_until, swap.failures) = (0, 0);
@@ -45,16 +45,18 @@ fn writes(p: &'static Pager, buffer: &mut [Block], from: u64) {
             s.give_way(&mut swap);
             let _ = p.write_back_wanted(s, &mut swap);
             s.swap = Some(swap);
-            match p.plan_round(s, 0, bytes_of(buffer)) {
-                Round::Write(..) => {
-                    p.complete(s, 0, Ok(()));
-                    None
-                }
-                Round::Extend(cluster) => Some(cluster),
-                Round::Rest(_) | Round::NotYet | Round::Again => None,
+            let round = p.plan_round(s, 0, bytes_of(buffer));
+            if matches!(round, Round::Write(..)) {
+                p.complete(s, 0, Ok(()));
             }
+            round
         };
-        extend.into_iter().for_each(|cluster| p.extend(cluster));
+        match round {
+            Round::Extend(cluster) => p.extend(cluster),
+            // What was read is not what was written.
+            Round::Compact(sparse) => p.compacted(sparse, &mut bytes_of(buffer)[..sparse.len], Ok(())),
+            Round::Write(..) | Round::Rest(_) | Round::NotYet | Round::Again => {}
+        }
     }
 }
 
@@ -99,6 +101,7 @@ fn runs_in_new_clusters(p: &Pager, swap: &mut Swap, most: usize) -> Vec<u32> {
             }
             Err(NoRun::Extend(cluster)) => panic!("all of the file is there, cluster {cluster} too"),
             Err(NoRun::Again) => {}
+            Err(NoRun::Sparse(_)) => panic!("nothing has been released"),
             Err(NoRun::Full(_)) => break,
         }
     }
