@@ -11,7 +11,7 @@ use crate::group::GroupPage;
 use crate::pager::Pager;
 use crate::pool::object::{self, Header};
 use crate::state::State;
-use crate::swap::clusters::ClusterMap;
+use crate::swap::clusters::{ClusterMap, IN_THE_CLEAR};
 use crate::trace::Rings;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
@@ -68,8 +68,8 @@ pub(crate) fn pager_with_swap(limit: usize) -> &'static Pager {
 pub(crate) fn books() -> &'static ClusterMap {
     // SAFETY: atomics, as above.
     let map: Box<ClusterMap> = unsafe { Box::new_zeroed().assume_init() };
-    let settings = [(&map.max_pool_percent, 60), (&map.accept_threshold_percent, 90)];
-    settings.iter().for_each(|(setting, percent)| setting.store(*percent, Relaxed));
+    let settings = [(&map.max_pool_percent, 60), (&map.accept_threshold_percent, 90), (&map.clear, IN_THE_CLEAR)];
+    settings.iter().for_each(|(setting, value)| setting.store(*value, Relaxed));
     [&map.bytes, &map.allocated].iter().for_each(|bytes| bytes.store(64 << 20, Relaxed));
     Box::leak(map)
 }
@@ -230,6 +230,13 @@ pub(crate) fn noise(vpn: u64) -> [u8; PAGE] {
 pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
     let mut page = noise(vpn);
     page[PAGE / 2..].fill(0);
+    page
+}
+
+/// The same with a quarter of it zeros.
+pub(crate) fn mostly_noise(vpn: u64) -> [u8; PAGE] {
+    let mut page = noise(vpn);
+    page[PAGE / 4 * 3..].fill(0);
     page
 }
 

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_mm::shrinker::Policy;
 use uzswap_mm::size::{Size, human};
 use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
-use uzswap_pager::swap::clusters::{ClusterMap, MAGIC, OBJECT};
+use uzswap_pager::swap::clusters::{ClusterMap, IN_THE_CLEAR, MAGIC, OBJECT};
 use uzswap_sys::{blockio, memfd};
 
 /// Directories tried in order if none is named. The second one is often in memory.
@@ -150,7 +150,7 @@ impl Swap {
         let identity = blockio::identity(fd).map_err(io::Error::from_raw_os_error)?;
         map.file.iter().zip(identity).for_each(|(to, part)| to.store(part, Relaxed));
         map.policy.store(policy.number(), Relaxed);
-        map.encrypt.store(u32::from(encrypt), Relaxed);
+        map.clear.store(if encrypt { 0 } else { IN_THE_CLEAR }, Relaxed);
         map.max_pool_percent.store(MAX_POOL_PERCENT, Relaxed);
         map.accept_threshold_percent.store(ACCEPT_THRESHOLD_PERCENT, Relaxed);
         map.magic.store(MAGIC, Release);

@@ -41,6 +41,8 @@ const SPARSE: usize = 1;
 const SPARSE_RAW: usize = 3;
 /// The smallest raw block that is cut: 16 KiB.
 const LEAST_RAW: u8 = 2;
+/// Order of the largest parts of a block that is cut for a hole on disk.
+pub(crate) const FITTING: u8 = 2;
 
 impl State {
     /// Notes that a page, not the last, has left a block: if the block is to be cut, that happens later.
@@ -126,6 +128,15 @@ impl Pager {
             return Err(Refused::NoIndex);
         }
         self.cut_into(s, e, |_| true)
+    }
+
+    /// The same for a block that does not compress, and that a hole on disk has no room for: into parts of up to [`FITTING`].
+    ///
+    /// # Errors
+    /// As [`Pager::cut`].
+    pub(crate) fn cut_to_fit(&self, s: &mut State, e: Entry) -> Result<Vec<Entry>, Refused> {
+        self.store_posted(s);
+        if s.is_there(e) { self.cut_into(s, e, |order| order <= FITTING) } else { Err(Refused::NoIndex) }
     }
 
     /// The same for a block of any size that is there, into single pages and parts of those orders that `may` allows. Nothing may

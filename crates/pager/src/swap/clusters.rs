@@ -40,6 +40,8 @@ use uzswap_sys::thread;
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books. Books of another version have another, and are refused.
 pub const MAGIC: u64 = 0x757a_7377_6469_0007;
+/// [`ClusterMap::clear`] where data is not encrypted.
+pub const IN_THE_CLEAR: u32 = 0x636c_6561;
 /// Name of the books' memory object, which the kernel shows in `/proc/PID/fd`.
 pub const OBJECT: &str = "uzswap-swap";
 /// Processes that can have something in a swap file at once.
@@ -92,8 +94,9 @@ pub struct ClusterMap {
     /// 1: do not use io_uring, and do not note who writes where, as holes, which are the way to wait for such writes, cannot be
     /// punched.
     pub plain: AtomicU32,
-    /// 1: data is encrypted, with a key for each process.
-    pub encrypt: AtomicU32,
+    /// [`IN_THE_CLEAR`]: data is not encrypted. With any other value it is, with a key for each process: a member's stray write
+    /// must not have others' data written in the clear.
+    pub clear: AtomicU32,
     /// Share of the limit that the pools may take before objects are written back (percent).
     pub max_pool_percent: AtomicU32,
     /// Share of that at which writing back stops (percent).

@@ -1,15 +1,19 @@
 //! Fills a write with the objects that the shrinker gives up, in its order.
 //!
-//! Objects that are still warm are set aside to be made dense first (`dense`), and those too large for the disk to be cut.
+//! Objects that are still warm are set aside to be made dense first (`dense`), and those too large for the disk, or for the last
+//! holes in it, to be cut.
 //! Objects that only back copies are dropped. Each object that goes is in flight, and marked so, until its write has ended
 //! (`writeback`).
 
 use super::dense::{MOST_ASIDE, is_warm};
 use super::turns::Task;
 use super::{FRONT, Flight, Swap, checksum};
+use crate::frames::arena::PAGE;
 use crate::pager::Pager;
+use crate::pool::cut::FITTING;
 use crate::pool::object::{self, Header};
 use crate::state::State;
+use uzswap_mm::codec::Encoding;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::{Entry, Verdict};
@@ -88,8 +92,13 @@ impl Pager {
                 continue;
             }
             if out != 0 && run.filled() + (swap.front() + bytes).next_multiple_of(GRAIN) > run.bytes() {
-                // In a small hole the next one may fit.
+                // In a small hole its parts may fit, or the next one.
                 if run.filled() == 0 {
+                    if swap.has_room_for_parts(&head, run) {
+                        drop_copies(s, entry, copies.into());
+                        swap.to_cut = Some(entry);
+                        break;
+                    }
                     too_large = true;
                     swap.shrinker.rotate(entry);
                     continue;
@@ -107,6 +116,17 @@ impl Pager {
         self.took_turn(&task, turn);
         // Giving second chances to everything met was progress too.
         Filled { more: met == MOST_MET || turn > 0, freed: freed > 0, too_large }
+    }
+}
+
+impl Swap {
+    /// Whether a block that does not compress, and is too large for a run, is to be cut: parts of it fit.
+    ///
+    /// The story: a cluster of 256 KiB has room for three blocks of 64 KiB with their headers. The quarter behind them was used for
+    /// smaller objects only. So a file was full of data that does not compress when three quarters of it were.
+    fn has_room_for_parts(&self, head: &Header, run: &Run) -> bool {
+        let part = self.front() + object::head_bytes(FITTING) + (PAGE << FITTING);
+        matches!(head.encoding, Encoding::Raw) && head.order > FITTING && part.next_multiple_of(GRAIN) <= run.bytes()
     }
 }
 

@@ -164,3 +164,17 @@ fn where_a_cluster_is_does_not_depend_on_the_shared_books() {
     assert_eq!((read(elsewhere), read(u64::from(cluster) * CLUSTER)), (*b"data", [0; 4]));
     assert!(!map.is_late(cluster));
 }
+
+/// The story: whether data is encrypted was a word of which 0 said no. After a member's stray write the processes that began later
+/// wrote in the clear.
+#[test]
+fn no_stray_word_has_data_written_in_the_clear() {
+    let (books, mut by) = (testing::books(), Scribbler::new());
+    let is_encrypted = |swap: Option<Box<Swap>>| swap.is_some_and(|swap| swap.seal.is_some());
+    let reads: &'static DiskReads = Box::leak(Box::new(DiskReads::new()));
+    assert!(!is_encrypted(Swap::of(books, reads)), "these books say so");
+    for word in [0, 1, 2, u32::MAX].into_iter().chain((0..20).map(|_| by.word() as u32)) {
+        books.clear.store(word, Relaxed);
+        assert!(is_encrypted(Swap::of(books, reads)), "{word:x}");
+    }
+}

@@ -70,7 +70,7 @@ use crate::frames::arena::PAGE;
 use crate::pager::Pager;
 use crate::pool::object::{self, Header};
 use crate::state::State;
-use clusters::ClusterMap;
+use clusters::{ClusterMap, IN_THE_CLEAR};
 use core::sync::atomic::Ordering::*;
 use references::References;
 use seal::{SEAL, Seal};
@@ -167,7 +167,7 @@ impl Swap {
     /// With nothing on disk yet. None, and so no swap, if the books are wrong or no key can be had.
     pub fn of(map: &'static ClusterMap, disk_reads: &'static DiskReads) -> Option<Box<Self>> {
         let geometry = map.geometry()?;
-        let seal = if map.encrypt.load(Relaxed) != 0 { Some(Seal::new()?) } else { None };
+        let seal = if map.clear.load(Relaxed) == IN_THE_CLEAR { None } else { Some(Seal::new()?) };
         Some(Box::new(Self {
             map,
             disk_reads,

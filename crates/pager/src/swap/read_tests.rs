@@ -48,7 +48,12 @@ impl Scene {
     }
 
     pub(super) fn store(&self, s: &mut State, vpn: u64, content: fn(u64) -> [u8; PAGE]) {
-        let handle = testing::store(s, vpn, 0, 0, content);
+        self.store_block(s, vpn, 0, content);
+    }
+
+    /// Stores a block that is not tried with another codec.
+    pub(super) fn store_block(&self, s: &mut State, vpn: u64, order: u8, content: fn(u64) -> [u8; PAGE]) {
+        let handle = testing::store(s, vpn, order, 0, content);
         object::set_flags(s.object(handle), object::TRIED, 0);
     }
 

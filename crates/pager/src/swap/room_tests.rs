@@ -5,7 +5,10 @@ use super::read_tests::{FIRST, Scene, check, end};
 use super::writeback::Round;
 use super::*;
 use crate::calls::events;
-use crate::testing::{self, half_noise, noise};
+use crate::fault::deliver::decode;
+use crate::frames::arena::PAGE;
+use crate::pool::object::Header;
+use crate::testing::{self, half_noise, mostly_noise, noise};
 use std::os::fd::AsRawFd;
 use uzswap_sys::memfd;
 use uzswap_sys::process::Identity;
@@ -154,7 +157,7 @@ fn a_full_file_has_its_small_holes_written_to() {
     let new = FIRST + 0x1000;
     // An object too large for all holes stays, and is not in the way of the others.
     let large = new + 0x100;
-    _ = testing::store(&mut scene.pager.state.lock(), large, 4, 0, noise);
+    scene.store_block(&mut scene.pager.state.lock(), large, 4, mostly_noise);
     store(&scene, new..new + 40);
     // It rests behind each write.
     let rested = |scene: &mut Scene| {
@@ -181,6 +184,40 @@ fn a_full_file_has_its_small_holes_written_to() {
     }
     events::forget_range(s, new, large + 16);
     end(s, FIRST..FIRST + PAGES);
+}
+
+/// See `Swap::has_room_for_parts`: three blocks of 64 KiB and three parts of a fourth fill the cluster.
+#[test]
+fn a_block_that_does_not_compress_is_cut_for_the_last_hole() {
+    for encrypted in [false, true] {
+        let mut scene = Scene::new(0);
+        if encrypted {
+            scene.pager.state.lock().swap.as_mut().unwrap().seal = Seal::new();
+        }
+        scene.pager.clusters.unwrap().bytes.store(CLUSTER, Relaxed);
+        let pages = FIRST..FIRST + 5 * 16;
+        let on_disk = |scene: &Scene| {
+            let s = scene.pager.state.lock();
+            pages.clone().filter(|vpn| s.pt.get(*vpn).tag() == Tag::Disk).count()
+        };
+        pages.clone().step_by(16).for_each(|vpn| _ = testing::store(&mut scene.pager.state.lock(), vpn, 4, 0, noise));
+        for _ in 0..40 {
+            scene.pager.state.lock().swap.as_mut().unwrap().rest_until = 0;
+            round(&mut scene);
+        }
+        assert_eq!(on_disk(&scene), 3 * 16 + 3 * 4);
+        let s = &mut *scene.pager.state.lock();
+        for vpn in pages.clone() {
+            if s.pt.get(vpn).tag() == Tag::Disk {
+                scene.read(s, vpn);
+            }
+            let pte = s.pt.get(vpn);
+            let mut out = vec![0; PAGE << Header::read(s.object(pte.handle())).order];
+            assert!(decode(s, pte.handle(), &mut out), "page {vpn:x}");
+            assert_eq!(out[pte.index() * PAGE..][..PAGE], noise(vpn), "page {vpn:x}");
+        }
+        end(s, pages);
+    }
 }
 
 /// Pages that only keep their places give them up.
@@ -261,7 +298,7 @@ fn who_has_no_room_asks_the_others_for_theirs() {
     map.set_row(9, Identity::of(1), 0);
     // It is larger than what is left.
     let new = FIRST + 0x1000;
-    _ = testing::store(&mut scene.pager.state.lock(), new, 4, 0, noise);
+    scene.store_block(&mut scene.pager.state.lock(), new, 4, mostly_noise);
     let told = || map.told.load(Relaxed) & 1 << Trouble::Full as u32 != 0;
     let mut asked = Vec::new();
     for _ in 0..4 {

@@ -7,7 +7,7 @@ use super::writeback::{Round, bytes_of};
 use super::*;
 use crate::calls::events;
 use crate::fault::deliver::decode;
-use crate::testing::{self, half_noise, noise};
+use crate::testing::{self, half_noise, mostly_noise, noise};
 use uzswap_mm::pagetable::Pte;
 use uzswap_mm::swapfile::{GRAIN, LEAST_CLUSTER, Sparse};
 use uzswap_sys::process::Identity;
@@ -181,7 +181,7 @@ fn what_is_dense_is_not_moved() {
             }
         }
         // No small hole takes it.
-        _ = testing::store(&mut scene.pager.state.lock(), NEW, 4, 0, noise);
+        scene.store_block(&mut scene.pager.state.lock(), NEW, 4, mostly_noise);
         let came: Vec<Came> = (0..10).map(|_| round(&mut scene, Ok(()))).collect();
         assert!(came.iter().all(|came| *came == Came::Nothing) && is_told(&scene, Trouble::Full), "{came:?}");
         let s = &mut *scene.pager.state.lock();

@@ -344,7 +344,7 @@ impl Pager {
     /// Cuts a block that was set aside; its parts are the next to be met. (A block that cannot be cut for want of room is met
     /// again; one that cannot for other reasons never is.)
     fn cut_for_disk(&self, s: &mut State, entry: Entry) {
-        let parts = self.cut(s, entry);
+        let parts = if s.is_large(entry) { self.cut(s, entry) } else { self.cut_to_fit(s, entry) };
         let Some(swap) = s.swap.as_mut() else { return };
         match parts {
             Ok(parts) => parts.into_iter().rev().for_each(|part| swap.shrinker.put_back(part)),
