@@ -112,7 +112,9 @@ impl Slot {
 
     /// The part of that which is left out when it moves.
     fn gap(&self) -> usize {
-        if self.object().is_worth_a_cut() { self.waste() } else { 0 }
+        let (left, pages) = (self.live.count_ones() as usize, self.pages());
+        let raw = self.len() * GRAIN >= pages * BLOCK;
+        if is_worth_a_cut(left, pages, raw) { self.waste() } else { 0 }
     }
 
     fn object(&self) -> Object {
@@ -147,13 +149,11 @@ pub struct Object {
     pub pages: usize,
 }
 
-impl Object {
-    /// Whether it is cut when it moves, and what was written for pages that have gone is left out. One that does not compress is
-    /// cut for each such page; others no longer compress as well in parts, so half of their pages must have gone.
-    pub fn is_worth_a_cut(&self) -> bool {
-        let left = self.live.count_ones() as usize;
-        left < self.pages && (self.len >= self.pages * BLOCK || left * 2 <= self.pages)
-    }
+/// Whether an object of which `left` of `pages` pages are left is cut when it moves, so that what was written for the others is
+/// left out. A `raw` one, which does not compress, is cut for each page that has gone; others no longer compress as well in parts,
+/// so half of their pages must have gone.
+pub fn is_worth_a_cut(left: usize, pages: usize, raw: bool) -> bool {
+    left < pages && (raw || left * 2 <= pages)
 }
 
 /// A range of the file whose objects are to be moved closer together, in whole blocks.
@@ -307,7 +307,7 @@ impl SwapFile {
         largest
     }
 
-    /// Bytes of the largest gaps that a cluster has.
+    /// Bytes of a cluster's gaps.
     pub fn gaps_bytes(&self, cluster: u32) -> usize {
         self.clusters.get(&cluster).map_or(0, |c| c.gaps * GRAIN)
     }

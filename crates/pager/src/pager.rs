@@ -255,7 +255,7 @@ impl Pager {
             buried: AtomicU64::new(0),
             poked: AtomicU64::new(0),
             asking: Asking::default(),
-            floor: Floor::new(),
+            floor: Floor::default(),
             asked_for_little: AtomicU64::new(0),
             waits: AtomicBool::new(false),
             waiting: Default::default(),

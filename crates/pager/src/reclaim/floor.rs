@@ -44,7 +44,8 @@ const STALLED_PART: u64 = 8;
 const PARTS: u32 = 8;
 const PARTS_AT_ONCE: u32 = 2;
 
-/// How far a member's floor has sunk.
+/// How far a member's floor has sunk; whole to begin with.
+#[derive(Default)]
 pub struct Floor {
     /// Parts of it that are gone.
     sunk: AtomicU32,
@@ -54,14 +55,6 @@ pub struct Floor {
     looked: AtomicU64,
     faults: AtomicU64,
     stalled: AtomicU64,
-}
-
-impl Floor {
-    /// A whole floor.
-    pub fn new() -> Self {
-        let zero = || AtomicU64::new(0);
-        Self { sunk: AtomicU32::new(0), sinks: AtomicBool::new(false), looked: zero(), faults: zero(), stalled: zero() }
-    }
 }
 
 impl Pager {

@@ -151,12 +151,18 @@ impl Scene {
     }
 }
 
-/// Checks that the page is in the pool, with the contents of page `of`.
+/// Checks that the page is in the pool by itself, with the contents of page `of`.
 pub(super) fn check(s: &mut State, vpn: u64, of: u64) {
+    check_contents(s, vpn, &half_noise(of));
+    assert_eq!(Header::read(s.object(s.pt.get(vpn).handle())).order, 0, "page {vpn:x}");
+}
+
+/// Checks that the page is in the pool, by itself or in a block, with these contents.
+pub(super) fn check_contents(s: &mut State, vpn: u64, contents: &[u8; PAGE]) {
     let pte = s.pt.get(vpn);
     assert_eq!(pte.tag(), Tag::Compressed, "page {vpn:x}");
-    let mut out = vec![0; PAGE];
-    assert!(decode(s, pte.handle(), &mut out) && out == half_noise(of), "page {vpn:x}");
+    let mut out = vec![0; PAGE << Header::read(s.object(pte.handle())).order];
+    assert!(decode(s, pte.handle(), &mut out) && out[pte.index() * PAGE..][..PAGE] == *contents, "page {vpn:x}");
 }
 
 /// Checks that nothing is left once all pages have gone.

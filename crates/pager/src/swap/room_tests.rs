@@ -1,13 +1,10 @@
 //! Tests of where runs are written that the disk has no room to extend the file for: the file has one cluster and cannot grow.
 
 use super::io::Trouble;
-use super::read_tests::{FIRST, Scene, check, end};
+use super::read_tests::{FIRST, Scene, check, check_contents, end};
 use super::writeback::Round;
 use super::*;
 use crate::calls::events;
-use crate::fault::deliver::decode;
-use crate::frames::arena::PAGE;
-use crate::pool::object::Header;
 use crate::testing::{self, half_noise, mostly_noise, noise};
 use std::os::fd::AsRawFd;
 use uzswap_sys::memfd;
@@ -211,10 +208,7 @@ fn a_block_that_does_not_compress_is_cut_for_the_last_hole() {
             if s.pt.get(vpn).tag() == Tag::Disk {
                 scene.read(s, vpn);
             }
-            let pte = s.pt.get(vpn);
-            let mut out = vec![0; PAGE << Header::read(s.object(pte.handle())).order];
-            assert!(decode(s, pte.handle(), &mut out), "page {vpn:x}");
-            assert_eq!(out[pte.index() * PAGE..][..PAGE], noise(vpn), "page {vpn:x}");
+            check_contents(s, vpn, &noise(vpn));
         }
         end(s, pages);
     }

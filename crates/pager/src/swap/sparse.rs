@@ -12,7 +12,7 @@
 //! ended.
 //!
 //! A block of which pages have gone is cut, so that their bytes are not written again: a raw one always, others when half of it
-//! has gone. (With more of it left it moves whole, as parts no longer compress as well; see [`Object::is_worth_a_cut`].)
+//! has gone. (With more of it left it moves whole, as parts no longer compress as well; see [`is_worth_a_cut`].)
 //!
 //! Rules:
 //! - A process compacts its own clusters, and none that another process refers to, in which a write failed or that is being
@@ -41,7 +41,7 @@ use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::shrinker::Entry;
-use uzswap_mm::swapfile::{Object, Place, Sparse, offset};
+use uzswap_mm::swapfile::{Object, Place, Sparse, is_worth_a_cut, offset};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::thread;
 
@@ -164,8 +164,8 @@ impl Pager {
     /// Puts an object with these pages left at the head of the list, in parts if that is worth while.
     fn comes_next(&self, s: &mut State, entry: Entry, live: u16) {
         let head = Header::read(s.object(entry.handle));
-        let (left, pages) = (live.count_ones(), 1 << head.order);
-        let cuts = left < pages && (matches!(head.encoding, Encoding::Raw) || 2 * left <= pages);
+        let raw = matches!(head.encoding, Encoding::Raw);
+        let cuts = is_worth_a_cut(live.count_ones() as usize, 1 << head.order, raw);
         // Without place for the parts it goes as it is. None is made dense first: that is for what has not been on disk, and writes
         // what there is between in small runs.
         let parts = cuts.then(|| self.cut_into(s, entry, |_| true).ok()).flatten().unwrap_or_else(|| vec![entry]);

@@ -1,12 +1,11 @@
 //! Tests of compaction of the swap file: a file of a few clusters, full, of which much was freed.
 
 use super::io::Trouble;
-use super::read_tests::{EIO, FIRST, Scene, check, end};
+use super::read_tests::{EIO, FIRST, Scene, check, check_contents, end};
 use super::references::References;
 use super::writeback::{Round, bytes_of};
 use super::*;
 use crate::calls::events;
-use crate::fault::deliver::decode;
 use crate::testing::{self, half_noise, mostly_noise, noise};
 use uzswap_mm::pagetable::Pte;
 use uzswap_mm::swapfile::{GRAIN, LEAST_CLUSTER, Sparse};
@@ -215,9 +214,7 @@ fn blocks_that_lost_pages_are_cut() {
     let s = &mut *scene.pager.state.lock();
     for vpn in all() {
         scene.read(s, vpn);
-        let pte = s.pt.get(vpn);
-        let mut out = vec![0; PAGE << Header::read(s.object(pte.handle())).order];
-        assert!(decode(s, pte.handle(), &mut out) && out[pte.index() * PAGE..][..PAGE] == noise(vpn), "page {vpn:x}");
+        check_contents(s, vpn, &noise(vpn));
     }
     events::forget_range(s, NEW, NEW + 32);
     end(s, FIRST..last);

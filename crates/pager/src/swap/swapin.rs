@@ -264,8 +264,7 @@ impl Pager {
         let flags = match why {
             Why::Wanted => object::REFERENCED,
             Why::Along => object::REFERENCED | object::AHEAD,
-            // It was to be written as it is before.
-            Why::Compaction => object::TRIED,
+            Why::Compaction => 0,
         };
         // Its pages may be elsewhere than when it was written.
         let new = Header { flags, vpn: base, ..head };
